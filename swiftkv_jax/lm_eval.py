@@ -25,7 +25,7 @@ import typing
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_jax.common.errors import UsageError, exit_code, suggest
+from swiftkv_jax.common.errors import UsageError, exit_code
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.text.tokenizer import Tokenizer
@@ -101,11 +101,10 @@ class SwiftKV(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context: BOS, or EOS if there is none."""
-        known = (self._prefix, self.llm.tokenizer.bos_id, self.eot_token_id)
-        found = next((token for token in known if token is not None), None)
-        if found is None:
-            raise UsageError("the tokenizer has no BOS and no EOS token; give prefix_token_id=N")
-        return found
+        for token in (self._prefix, self.llm.tokenizer.bos_id, self.eot_token_id):
+            if token is not None:
+                return token
+        raise UsageError("the tokenizer has no BOS and no EOS token; give prefix_token_id=N")
 
     @property
     def tokenizer_name(self) -> str:
@@ -140,17 +139,14 @@ class SwiftKV(TemplateLM):
                     f"{self.max_length}"
                 )
             ids = (context + continuation)[-(self.max_length + 1) :]
-            answer = self._score(ids, len(ids) - len(continuation))
+            start = len(ids) - len(continuation)
+            scored = zip(ids[start:], self.llm.score(ids)[start:], strict=True)
+            chosen = [(entry or {})[token] for token, entry in scored]
+            answer = sum(token.logprob for token in chosen), all(token.rank == 1 for token in chosen)
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
             out.append(answer)
         return out
-
-    def _score(self, ids: list[int], start: int) -> tuple[float, bool]:
-        """The summed log probability of the tokens from `start` on, and whether each is the likeliest."""
-        entries = zip(ids[start:], self.llm.score(ids)[start:], strict=True)
-        chosen = [(entry or {})[token] for token, entry in entries]
-        return sum(found.logprob for found in chosen), all(found.rank == 1 for found in chosen)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """The log probability of whole texts, see above."""
@@ -196,10 +192,6 @@ class SwiftKV(TemplateLM):
         if kwargs.pop("num_beams", 1) != 1:
             raise UsageError("num_beams: beam search is not offered")
         changes = {name: value for name, value in kwargs.items() if name not in _CONTROL}
-        unknown = next((name for name in changes if name not in SamplingParams.names()), None)
-        if unknown is not None:
-            near = suggest(unknown, SamplingParams.names())
-            raise UsageError(f"generation_kwargs: {unknown!r} is not supported{near}")
         if not kwargs["do_sample"]:
             changes["temperature"] = 0.0
         stop = [text for text in until if text]

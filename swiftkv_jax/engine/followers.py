@@ -68,13 +68,13 @@ class Leader(Single):
 
     def __init__(self, channel: Channel):
         self.channel = channel
-        self._turn = threading.RLock()  # a server scores prompts on another thread
+        self._lock = threading.RLock()  # a server scores prompts on another thread
         self._inside = False
 
     @contextlib.contextmanager
     def broadcasting(self, name: str, args: tuple) -> Iterator[None]:
         """Send a call to the others, with no other call in between. Calls within it are not sent."""
-        with self._turn:
+        with self._lock:
             if inside := self._inside:
                 yield
                 return
@@ -86,7 +86,7 @@ class Leader(Single):
                 self._inside = inside
 
     def dismiss(self) -> None:
-        with self._turn:
+        with self._lock:
             self.channel.send(b"")
 
 

@@ -24,7 +24,6 @@ from swiftkv_jax.core.sharding import tensor_mesh
 from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.engine import Engine, Group
-from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.followers import Follower, repeated, role_in
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
 from swiftkv_jax.engine.pages import root
@@ -38,7 +37,7 @@ from swiftkv_jax.engine.request import (
     is_one,
     special_stops,
 )
-from swiftkv_jax.engine.runner import working_bytes
+from swiftkv_jax.engine.runner import fingerprint, working_bytes
 from swiftkv_jax.engine.score import prompt_logprobs, scores
 from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, resolve
 from swiftkv_jax.engine.speech import Transcription

@@ -1,6 +1,6 @@
 """The compiled programs: a step of any tokens, and the loop that decodes several, plain or with an exit head.
 
-A turn (one iteration) of the plain loop gives every active row one token. With an exit head, a turn first
+An iteration of the plain loop gives every active row one token. With an exit head, an iteration first
 runs the lower half alone, token by token: the exit head drafts each token from the hidden state of the one
 before. All rows of the cache are made from those hidden states, so one pass of the upper half over them gives
 the model's own token at every position. The tokens up to the first wrong draft are kept (SwiftKV paper, B.4,
@@ -22,7 +22,7 @@ from swiftkv_jax.core.loop import make_rows, run, step
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree
-from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
+from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, TokenCounts, sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Exits:
     """The uses of an exit head; hashable, so that it can be a static argument.
 
     Attributes:
-      drafts: tokens that it drafts in a turn of the decode loop, each verified by the upper half.
+      drafts: tokens that it drafts in an iteration of the decode loop, each verified by the upper half.
       threshold: a token with a higher probability than this is not verified: a lossy rule. None: all are.
     """
 
@@ -39,7 +39,7 @@ class Exits:
 
     @property
     def each(self) -> int:
-        """The most tokens that a turn may give a row."""
+        """The most tokens that an iteration may give a row."""
         return 1 + self.drafts
 
 
@@ -59,10 +59,12 @@ class Lanes:
     alive: Bool[Any, " Q"]
     history: Int[Any, "Q S"]
 
-    def tally(self, vocab: int) -> Tally:
+    def counts(self, vocab: int) -> TokenCounts:
         """The tokens that occur in each row, for the penalties."""
         length = self.position + 1
-        return Tally.of(self.history, length - self.produced, length, vocab if self.history.shape[1] else 0)
+        return TokenCounts.of(
+            self.history, length - self.produced, length, vocab if self.history.shape[1] else 0
+        )
 
 
 @partial(jax.jit, static_argnames=("model", "mode", "steps", "exits"), donate_argnames=("cache",))
@@ -81,26 +83,28 @@ def decode(
     """Decode up to `steps` tokens for every active row; end early when none is active.
 
     The sampled arrays are [steps, Q, ...]. A token of NO_ID means that the row had ended or, with exits, that
-    this slot of its turn is empty: a turn gives a row 1 to `exits.each` tokens, of which `steps` is a
-    multiple. Ended rows are computed too, and write to the scratch page.
+    this slot of its iteration is empty: an iteration gives a row 1 to `exits.each` tokens, of which `steps`
+    is a multiple. Ended rows are computed too, and write to the scratch page.
     """
     before, cache = cache.sources, cache.reading(sources)
     each = exits.each if exits else 1
-    one = partial(_exit_turn, model, mode, exits) if exits else partial(_turn, model, mode)
-    turn = partial(one, params, table, policy)
+    one = partial(_exit_iteration, model, mode, exits) if exits else partial(_iteration, model, mode)
+    iteration = partial(one, params, table, policy)
 
     def body(carry):
-        i, lanes, tally, cache, out = carry
-        sampled, lanes, tally, cache = turn(lanes, tally, cache)
+        i, lanes, counts, cache, out = carry
+        sampled, lanes, counts, cache = iteration(lanes, counts, cache)
         out = jax.tree.map(lambda buffer, new: buffer.at[i].set(new), out, sampled)
-        return i + 1, lanes, tally, cache.pinned(), out
+        return i + 1, lanes, counts, cache.pinned(), out
 
-    turns, tally = steps // each, lanes.tally(model.config.vocab_size)
-    shapes = jax.eval_shape(turn, lanes, tally, cache)[0]
-    out = jax.tree.map(lambda s: jnp.zeros((turns, *s.shape), s.dtype), shapes)
+    iterations, counts = steps // each, lanes.counts(model.config.vocab_size)
+    shapes = jax.eval_shape(iteration, lanes, counts, cache)[0]
+    out = jax.tree.map(lambda s: jnp.zeros((iterations, *s.shape), s.dtype), shapes)
     out = dataclasses.replace(out, token=out.token + NO_ID)
-    start = (jnp.int32(0), lanes, tally, cache, out)
-    _, lanes, _, cache, out = jax.lax.while_loop(lambda c: (c[0] < turns) & c[1].alive.any(), body, start)
+    start = (jnp.int32(0), lanes, counts, cache, out)
+    _, lanes, _, cache, out = jax.lax.while_loop(
+        lambda c: (c[0] < iterations) & c[1].alive.any(), body, start
+    )
     out = jax.tree.map(lambda x: x.reshape(steps, *x.shape[2:]), out)
     lanes = _remember(lanes, out.token)
     if cache.mesh is not None:  # as the host places lanes: the launch after this one is the same program
@@ -109,19 +113,21 @@ def decode(
     return out, lanes, cache.reading(before)
 
 
-def _turn(model, mode, params, table, policy, lanes: Lanes, tally: Tally, cache: Cache):
-    """One token for every active row: ([1, Q] sampled, lanes, tally, cache)."""
+def _iteration(model, mode, params, table, policy, lanes: Lanes, counts: TokenCounts, cache: Cache):
+    """One token for every active row: ([1, Q] sampled, lanes, counts, cache)."""
     pool = cache.seen_by(jnp.where(lanes.alive[:, None], table, 0))
     position = jnp.where(lanes.alive, lanes.position, 0)
     scores, pool = step(model, params, lanes.token, position, None, None, pool)
-    sampled = sample(scores, policy, tally, lanes.produced, lanes.position + 1, mode)
+    sampled = sample(scores, policy, counts, lanes.produced, lanes.position + 1, mode)
     token = jnp.where(lanes.alive, sampled.token, NO_ID)
     sampled = jax.tree.map(lambda x: x[None], dataclasses.replace(sampled, token=token))
-    return sampled, _advance(lanes, token, policy), tally.add(token), pool.seen_by(cache.table)
+    return sampled, _advance(lanes, token, policy), counts.add(token), pool.seen_by(cache.table)
 
 
-def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, tally: Tally, cache: Cache):
-    """Draft, verify, accept: ([each, Q] sampled, lanes, tally, cache).
+def _exit_iteration(
+    model, mode, exits: Exits, params, table, policy, lanes: Lanes, counts: TokenCounts, cache: Cache
+):
+    """Draft, verify, accept: ([each, Q] sampled, lanes, counts, cache).
 
     An accepted token is sampled, at its own position, from the logits that plain decoding would have there.
     """
@@ -130,7 +136,7 @@ def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, t
     useful = lanes.alive & (reach < policy.max_tokens - lanes.produced)
     position = jnp.where(useful, lanes.position + reach, 0)
     x, guessed, sure, cache = _guess(
-        model, mode, exits, params, table, policy, lanes, tally, cache, position, useful
+        model, mode, exits, params, table, policy, lanes, counts, cache, position, useful
     )
 
     # A draft whose hidden states are not finite must not affect its neighbours in the block: 0 x NaN is NaN.
@@ -139,23 +145,23 @@ def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, t
     final = jnp.where(sane, final, jnp.nan)
 
     def verify(carry, place):
-        lanes, tally, going = carry
+        lanes, counts, going = carry
         scores, guess, sure = place
-        sampled = sample(scores, policy, tally, lanes.produced, lanes.position + 1, mode)
+        sampled = sample(scores, policy, counts, lanes.produced, lanes.position + 1, mode)
         if exits.threshold is not None:
             sampled = choose(sure, guess, sampled)
         sampled = dataclasses.replace(sampled, token=jnp.where(going, sampled.token, NO_ID))
         moved = _advance(dataclasses.replace(lanes, alive=going), sampled.token, policy)
         alive = jnp.where(going, moved.alive, lanes.alive)
         going = moved.alive & (sampled.token == guess.token)
-        return (dataclasses.replace(moved, alive=alive), tally.add(sampled.token), going), sampled
+        return (dataclasses.replace(moved, alive=alive), counts.add(sampled.token), going), sampled
 
-    start = (lanes, tally, lanes.alive)
-    (lanes, tally, _), sampled = jax.lax.scan(verify, start, (final, guessed, sure))
-    return sampled, lanes, tally, cache
+    start = (lanes, counts, lanes.alive)
+    (lanes, counts, _), sampled = jax.lax.scan(verify, start, (final, guessed, sure))
+    return sampled, lanes, counts, cache
 
 
-def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache, position, useful):
+def _guess(model, mode, exits: Exits, params, table, policy, lanes, counts, cache, position, useful):
     """Run the lower half over each row's last token and the drafts that follow it, one after the other.
 
     Returns (the hidden states entering the split [each, Q, D], what the exit head samples after each of them,
@@ -166,7 +172,7 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
     wanted = exits.drafts + (exits.threshold is not None)
 
     def one(carry, place):
-        token, tally, cache = carry
+        token, counts, cache = carry
         i, position, useful = place
         pool = cache.seen_by(jnp.where(useful[:, None], table, 0))
         at, batch = cache.angles.at(position), make_batch(None, position)
@@ -177,16 +183,16 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
         def guess():
             where = (lanes.produced + i, lanes.position + 1 + i)
             scores = exit_logits(model, params, x)
-            return draw_early(scores, exits.threshold, policy, tally, *where, mode)
+            return draw_early(scores, exits.threshold, policy, counts, *where, mode)
 
         shapes = jax.eval_shape(guess)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         guessed, sure = jax.lax.cond(i < wanted, guess, lambda: none)
-        tally = tally.add(jnp.where(useful, guessed.token, NO_ID))
-        return (jnp.maximum(guessed.token, 0), tally, cache), (x, guessed, sure)
+        counts = counts.add(jnp.where(useful, guessed.token, NO_ID))
+        return (jnp.maximum(guessed.token, 0), counts, cache), (x, guessed, sure)
 
     places = (jnp.arange(exits.each), position, useful)
-    (_, _, cache), (x, guessed, sure) = jax.lax.scan(one, (lanes.token, tally, cache), places)
+    (_, _, cache), (x, guessed, sure) = jax.lax.scan(one, (lanes.token, counts, cache), places)
     return x, guessed, sure, cache
 
 
@@ -225,14 +231,14 @@ def draw_early(
     scores: Float[Array, "Q V"],
     threshold: float | None,
     policy: Policy,
-    tally: Tally,
+    counts: TokenCounts,
     produced: Int[Array, " Q"],
     position: Int[Array, " Q"],
     mode: Mode,
 ) -> tuple[Sampled, Bool[Array, " Q"]]:
     """Sample from the exit head's logits, with each row's own parameters and noise. Also return whether its
     largest probability is above `threshold`, so that the token is not verified."""
-    sampled = sample(scores, policy, tally, produced, position, mode)
+    sampled = sample(scores, policy, counts, produced, position, mode)
     if threshold is None:
         return sampled, jnp.zeros(scores.shape[0], bool)
     largest = 1 / jnp.exp(scores - scores.max(-1, keepdims=True)).sum(-1)  # probability; NaN where a score is
@@ -343,8 +349,8 @@ def draw(
     own, early = scores
     by_sequence = (policy, survivors.history, survivors.prompts)
     policy, history, prompt = jax.tree.map(lambda x: x[survivors.rows], by_sequence)
-    tally = Tally.of(history, prompt, survivors.lengths, own.shape[1] if history.shape[1] else 0)
-    where = (policy, tally, survivors.lengths - prompt, survivors.lengths, mode)
+    counts = TokenCounts.of(history, prompt, survivors.lengths, own.shape[1] if history.shape[1] else 0)
+    where = (policy, counts, survivors.lengths - prompt, survivors.lengths, mode)
     sampled = sample(own, *where)
     if early is None:
         return sampled

@@ -13,22 +13,16 @@ share therefore loses no cached page to the requests of others, unless they need
 may use all pages.
 """
 
-import dataclasses
 import hashlib
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """The state of a page that is not free.
-
-    Attributes:
-      key: the key it belongs to. references: sequences that use it; 0 if it is cached. name: None before it
-        is full.
-      validated: its contents are verified: a later token was sampled from finite logits.
-    """
+class Held(NamedTuple):
+    """A page that is not free: the key it belongs to; the sequences that use it, 0 if it is cached; its name,
+    None before it is full; whether a later token was sampled from finite logits, so that it is verified."""
 
     key: str
     references: int
@@ -79,11 +73,11 @@ class Pages:
 
     def held(self) -> dict[int, Held]:
         """Every page that is not free."""
-        return {page: self._held(page, key) for page, key in self._key.items()}
-
-    def _held(self, page: int, key: str) -> Held:
-        name = self._name.get(page)
-        return Held(key, self._references[page], name, name is not None and page not in self._unvalidated)
+        return {
+            page: Held(key, self._references[page], name, name is not None and page not in self._unvalidated)
+            for page, key in self._key.items()
+            for name in [self._name.get(page)]
+        }
 
     def allocate(self, n: int, key: str = "") -> list[int] | None:
         """Allocate `n` pages for one owner, a request of `key`. If there are too few, return None and change

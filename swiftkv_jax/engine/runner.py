@@ -1,19 +1,21 @@
 """Launches on the device: steps of any tokens, and the loop that decodes several (loop.py)."""
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from swiftkv_jax.core import sharding
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.core.predict import Caches, Predicted, cached, generator
+from swiftkv_jax.core.predict import Caches, Predicted, cached, generator, transformers
 from swiftkv_jax.core.shapes import Array, Int, PyTree
 from swiftkv_jax.engine.arrays import Arrays
 from swiftkv_jax.engine.followers import Single, repeated
@@ -28,6 +30,7 @@ from swiftkv_jax.kernels.common import dispatch
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
 LOOPS_AHEAD = 2  # decode launches in flight: one runs, the next is queued behind it on the device
+_FINGERPRINTED = 64  # numbers of each array, and of each layer where an array has several
 _PAGES_CLEARED = 16  # at a time
 _TOKENS_A_ROW = 16  # of a step, from which its empty rows cost next to nothing
 NewCache = Callable[[PyTree, Callable[[], Cache]], Cache]
@@ -476,3 +479,31 @@ def allocated(compiled: Any) -> int:
     """As `taken`, of a compiled program."""
     memory = compiled.memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def fingerprint(model: Transformer | Predicted, params: PyTree, mesh: Mesh | None) -> str:
+    """16 hex digits that change with the architecture, the plan, the dtype, or training of any part.
+
+    It runs one small program, which all processes of the `mesh` take part in.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(params) if leaf.size]
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    seen = jax.device_get(jax.jit(_begin, out_shardings=whole)(leaves))
+    names = [repr((part.config, part.plan, part.dtype)) for part in transformers(model)]
+    names += [repr(model.prediction)] if isinstance(model, Predicted) else []
+    return hashlib.sha256("".join(names).encode() + seen.tobytes()).hexdigest()[:16]
+
+
+def _begin(arrays: list[jax.Array]) -> jax.Array:
+    """The first numbers of the last axis of each array, as one array: one transfer for all.
+
+    Kernels of several layers have a first axis of layers, and something of each is taken. A slice gathers
+    nothing of an array that is cut over devices but itself.
+    """
+
+    def first(x: jax.Array) -> jax.Array:
+        layers = slice(None) if x.ndim > 2 else 0
+        at = x[(layers, *(0,) * (x.ndim - 2))] if x.ndim > 1 else x
+        return jnp.ravel(at[..., :_FINGERPRINTED].astype(jnp.float32))
+
+    return jnp.concatenate([first(x) for x in arrays])

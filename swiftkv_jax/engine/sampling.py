@@ -132,7 +132,7 @@ class Seats:
 
 
 @pytree
-class Tally:
+class TokenCounts:
     """The tokens that occur in each lane, [Q, V]; of zero width when no lane is penalised."""
 
     prompt: Bool[Array, "Q V"]
@@ -141,7 +141,7 @@ class Tally:
     @classmethod
     def of(
         cls, history: Int[Array, "Q S"], prompt: Int[Array, " Q"], length: Int[Array, " Q"], vocab: int
-    ) -> "Tally":
+    ) -> "TokenCounts":
         """Count `history[q, :length[q]]`, of which the first `prompt[q]` are the prompt."""
         at = jnp.arange(history.shape[1])
         lane = jnp.arange(history.shape[0])[:, None]
@@ -150,13 +150,13 @@ class Tally:
         prompts = empty.at[lane, history].add(read.astype(jnp.int32))
         return cls(prompts > 0, empty.at[lane, history].add((known & ~read).astype(jnp.int32)))
 
-    def add(self, tokens: Int[Array, " Q"]) -> "Tally":
+    def add(self, tokens: Int[Array, " Q"]) -> "TokenCounts":
         """Count one more output token in each lane; NO_ID is dropped."""
         if not self.output.shape[1]:
             return self
         nowhere = jnp.where(tokens < 0, self.output.shape[1], tokens)
         lane = jnp.arange(tokens.shape[0])
-        return Tally(self.prompt, self.output.at[lane, nowhere].add(1, mode="drop"))
+        return TokenCounts(self.prompt, self.output.at[lane, nowhere].add(1, mode="drop"))
 
 
 @pytree
@@ -173,7 +173,7 @@ class Sampled:
 def sample(
     logits: Float[Array, "Q V"],
     policy: Policy,
-    tally: Tally,
+    counts: TokenCounts,
     produced: Int[Array, " Q"],
     position: Int[Array, " Q"],
     mode: Mode,
@@ -189,7 +189,7 @@ def sample(
         logits = logits + policy.bias
     logits = forbid_ends(logits, policy, produced)
     if mode.penalised:
-        logits = penalise(logits, policy, tally)
+        logits = penalise(logits, policy, counts)
     token, best, sane = _likeliest(logits, jnp.isfinite(raw))
     if mode.sampled:
         scaled = logits / jnp.where(policy.temperature > 0, policy.temperature, 1.0)[:, None]
@@ -254,12 +254,12 @@ def forbid_ends(
     return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
 
 
-def penalise(logits: Float[Array, "Q V"], policy: Policy, tally: Tally) -> Float[Array, "Q V"]:
+def penalise(logits: Float[Array, "Q V"], policy: Policy, counts: TokenCounts) -> Float[Array, "Q V"]:
     """Repetition divides positive logits and multiplies negative ones; frequency and presence subtract."""
-    seen = tally.output > 0
-    factor = jnp.where(tally.prompt | seen, policy.repetition[:, None], 1.0)
+    seen = counts.output > 0
+    factor = jnp.where(counts.prompt | seen, policy.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - policy.frequency[:, None] * tally.output
+    logits = logits - policy.frequency[:, None] * counts.output
     return logits - policy.presence[:, None] * seen
 
 

@@ -84,7 +84,7 @@ class Sequence:
         self._stop_ids = frozenset(request.stop_ids)
         kept = request.params.include_stop_str_in_output and not mixed
         self._held_back = 0 if kept else max(map(len, self._stops), default=1) - 1
-        self._told = (0, 0)  # characters and tokens that `delta` has returned
+        self._delivered = (0, 0)  # characters and tokens that `delta` has returned
 
     @property
     def _stops(self) -> tuple[str, ...]:
@@ -201,9 +201,9 @@ class Sequence:
 
     def delta(self) -> CompletionOutput:
         """What is new since the last call, except text that may be the beginning of a stop string."""
-        (characters, tokens), text = self._told, self._words.text if self._words else ""
+        (characters, tokens), text = self._delivered, self._words.text if self._words else ""
         end = self._text_end if self.finish_reason else max(characters, len(text) - self._held_back)
-        self._told = (len(text[:end]), len(self.output))
+        self._delivered = (len(text[:end]), len(self.output))
         return self._since(characters, tokens, end)
 
     def completion(self) -> CompletionOutput:

@@ -66,7 +66,7 @@ class SpeechError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Heard:
+class Recording:
     """An audio input as the model takes it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Heard:
         return {"rate": self.rate, "channels": self.channels}
 
 
-def hears(llm) -> bool:
+def takes_audio(llm) -> bool:
     """Whether the model takes audio."""
     within = llm.model.config.encoder
     return within is not None and bool(within.mels)
@@ -109,7 +109,7 @@ def settings(llm) -> AudioSettings:
     return how
 
 
-def listen(llm, sound, where: str = "audio", most: int | None = None) -> Heard:
+def listen(llm, sound, where: str = "audio", most: int | None = None) -> Recording:
     """The windows of an audio input as the model takes them; at most `most`."""
     how = settings(llm)
     given = audio.read(sound, where)
@@ -121,10 +121,10 @@ def listen(llm, sound, where: str = "audio", most: int | None = None) -> Heard:
     samples = audio.resampled(given.samples, given.rate, how.rate)
     frames = [audio.features(window, how) for window in audio.windows(samples, how)]
     duration = len(samples) / how.rate
-    return Heard(windows=frames, duration=duration, rate=given.rate, channels=given.channels)
+    return Recording(windows=frames, duration=duration, rate=given.rate, channels=given.channels)
 
 
-def asked(llm) -> Speech:
+def speech_tokens(llm) -> Speech:
     """The special token ids of the model's speech prompts."""
     return llm.generation.speech or Speech()
 
@@ -150,7 +150,7 @@ def prompt_tokens(
     where: str = "audio",
 ) -> list[int]:
     """The decoder's prompt: preceding text, language, task, no timestamps."""
-    speech = asked(llm)
+    speech = speech_tokens(llm)
     languages, tasks = dict(speech.languages), dict(speech.tasks)
     if task not in TASKS:
         raise UsageError(f"{where}: task must be one of {', '.join(TASKS)}, not {task!r}")
@@ -180,7 +180,7 @@ def window_request(
     salt: str = "",
 ) -> Request:
     """The request for the text of one window."""
-    speech = asked(llm)
+    speech = speech_tokens(llm)
     prompt = prompt_tokens(llm, language, task, previous, where)
     ruled_out = {
         "bad_ids": tuple((token,) for token in speech.suppressed),
@@ -188,36 +188,36 @@ def window_request(
             token for token in speech.first_suppressed if token < llm.model.config.vocab_size
         ),
     }
-    return llm.make_request(None, prompt, params or GREEDY, where, salt, **_heard(frames), **ruled_out)
+    return llm.make_request(None, prompt, params or GREEDY, where, salt, **_source_of(frames), **ruled_out)
 
 
 def language_request(llm, frames: Frames, where: str = "audio") -> Request | None:
     """The request whose only output token is the language of a window; None if the model knows only one."""
-    languages = [token for _, token in asked(llm).languages]
+    languages = [token for _, token in speech_tokens(llm).languages]
     if not languages:
         return None
     params = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=languages, ignore_eos=True)
-    return llm.make_request(None, [decoder_start(llm)], params, where, **_heard(frames))
+    return llm.make_request(None, [decoder_start(llm)], params, where, **_source_of(frames))
 
 
 def language_of(llm, output: RequestOutput) -> str | None:
     """The language that the answer to a `language_request` names; None: it failed."""
-    names = {token: code for code, token in asked(llm).languages}
+    names = {token: code for code, token in speech_tokens(llm).languages}
     return next((names.get(token) for token in output.outputs[0].token_ids), None)
 
 
-def spoken_language(llm, heard: Heard, language: str | None) -> tuple[str | None, Request | None]:
+def spoken_language(llm, recording: Recording, language: str | None) -> tuple[str | None, Request | None]:
     """(the code of the language of some audio, the request that asks for it, None where it is known). Until
     it is answered the language is the first that the model knows; None if it knows only one."""
-    codes = [code for code, _ in asked(llm).languages]
-    if (language := language or asked(llm).language) is not None:
+    codes = [code for code, _ in speech_tokens(llm).languages]
+    if (language := language or speech_tokens(llm).language) is not None:
         return language_code(language, codes or ["en"]), None
-    return next(iter(codes), None), language_request(llm, heard.windows[0])
+    return next(iter(codes), None), language_request(llm, recording.windows[0])
 
 
 def requests(
     llm,
-    heard: Heard,
+    recording: Recording,
     language: str | None,
     task: str,
     params: SamplingParams | None,
@@ -225,8 +225,8 @@ def requests(
     where: str = "audio",
 ) -> list[Request]:
     """The request of each window of some audio; `previous`: token ids of the text before it."""
-    known = [previous, *[()] * (len(heard.windows) - 1)]
-    pairs = zip(heard.windows, known, strict=True)
+    known = [previous, *[()] * (len(recording.windows) - 1)]
+    pairs = zip(recording.windows, known, strict=True)
     return [window_request(llm, frames, language, task, params, ids, where) for frames, ids in pairs]
 
 
@@ -235,7 +235,7 @@ def failed(output: RequestOutput) -> bool:
     return output.outputs[0].finish_reason == "error"
 
 
-def _heard(frames: Frames) -> dict[str, typing.Any]:
+def _source_of(frames: Frames) -> dict[str, typing.Any]:
     return {"source": frames, "source_length": len(frames) // 2}
 
 
@@ -291,8 +291,8 @@ def transcribe(
     if not sounds:
         raise UsageError("audio is empty: give at least one file")
     names = [f"audio[{i}]" if len(sounds) > 1 else "audio" for i in range(len(sounds))]
-    heard = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
-    pairs = [spoken_language(llm, sound, language) for sound in heard]
+    recordings = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
+    pairs = [spoken_language(llm, sound, language) for sound in recordings]
     prompt_tokens(llm, pairs[0][0], task)  # errors are raised before anything runs
     questions = dict(llm.run([question for _, question in pairs if question is not None]))  # all ask, or none
     codes = [code for code, _ in pairs]
@@ -300,11 +300,11 @@ def transcribe(
         codes[i] = language_of(llm, answer) or codes[i]
     windows_of = [
         requests(llm, sound, code, task, params, where=name)
-        for sound, code, name in zip(heard, codes, names, strict=True)
+        for sound, code, name in zip(recordings, codes, names, strict=True)
     ]
     answers = dict(llm.run([request for windows in windows_of for request in windows]))
     out, first, wrong = [], 0, []
-    for number, (sound, code) in enumerate(zip(heard, codes, strict=True)):
+    for number, (sound, code) in enumerate(zip(recordings, codes, strict=True)):
         windows = [answers[i] for i in range(first, first + len(sound.windows))]
         text = joined(window.outputs[0].text for window in windows)
         source = {"duration": sound.duration, **sound.given}

@@ -114,22 +114,22 @@ class Generator:
         """Run a call; its reserved capacity is released however it ends."""
         self._check_size(call)
         async with AsyncExitStack() as stack:
-            tally = stack.enter_context(Tally(call.request_id, call.client_id))
+            record = stack.enter_context(RequestLog(call.request_id, call.client_id))
             guess = _demand(call, self.llm.settings.max_model_len)
             ticket = stack.enter_context(self.service.admit(call.tenant, guess))
             total = sum(map(size, call.prompts))
             requests = await self.service.encode(call.tenant, total, lambda: make_requests(self.llm, call))
             ticket.demand = sum(map(Demand.of, requests), Demand())
-            tally.prompt = sum(len(request.token_ids) for request in requests)
+            record.prompt = sum(len(request.token_ids) for request in requests)
             openings = await self._openings(call, requests)
             stream = None
             if call.max_tokens != 0:
                 stream = await stack.enter_async_context(self.service.stream(requests, ticket))
-            deltas = self._deltas(call, openings, stream, tally)
+            deltas = self._deltas(call, openings, stream, record)
             if call.body.stream:
                 deltas = await _begun(deltas)
-                return EventStream(_events(call, deltas, tally), stack.pop_all())
-            return await _whole(call, deltas, tally)
+                return EventStream(_events(call, deltas, record), stack.pop_all())
+            return await _whole(call, deltas, record)
         raise AssertionError("unreachable: nothing above swallows an exception")
 
     def _check_size(self, call: Call) -> None:
@@ -184,7 +184,7 @@ class Generator:
         )
 
     async def _deltas(
-        self, call: Call, openings: list[CompletionOutput], stream: Stream | None, tally: "Tally"
+        self, call: Call, openings: list[CompletionOutput], stream: Stream | None, record: "RequestLog"
     ) -> AsyncGenerator[Delta, None]:
         for number, opening in enumerate(openings):
             for child in range(call.n):
@@ -192,9 +192,9 @@ class Generator:
         if stream is None:
             return
         async for number, delta in stream:
-            tally.completion += len(delta.token_ids)
-            tally.reasons.add(delta.finish_reason or "")
-            tally.cached += delta.cached_tokens if delta.finish_reason and not delta.index else 0
+            record.completion += len(delta.token_ids)
+            record.reasons.add(delta.finish_reason or "")
+            record.cached += delta.cached_tokens if delta.finish_reason and not delta.index else 0
             if delta.error == RULED_OUT:
                 raise ApiError(400, RULED_OUT, "allowed_token_ids")
             if delta.finish_reason == "error":
@@ -212,7 +212,7 @@ def model_failed(request_id: str, why: str | None) -> ApiError:
 
 
 @dataclasses.dataclass
-class Tally:
+class RequestLog:
     """The content of a request's one log line; `sound`: the rate and channels of a transcription's audio as
     given."""
 
@@ -229,7 +229,7 @@ class Tally:
     def usage(self) -> dict[str, typing.Any]:
         return answers.usage(self.prompt, self.completion, self.cached)
 
-    def __enter__(self) -> "Tally":
+    def __enter__(self) -> "RequestLog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
@@ -307,7 +307,7 @@ async def _begun(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, N
     return again()
 
 
-async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally) -> Response:
+async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], record: RequestLog) -> Response:
     parts: dict[int, list[CompletionOutput]] = {}
     async for number, delta in deltas:
         parts.setdefault(number * call.n + delta.index, []).append(delta)
@@ -315,7 +315,7 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally) 
     def written() -> bytes:
         choices = (call.shape.final(index, _joined(parts[index]), True) for index in sorted(parts))
         body = call.shape.envelope(call.shape.whole, [])
-        return answers.joined(body | {"usage": tally.usage}, choices)
+        return answers.joined(body | {"usage": record.usage}, choices)
 
     # With log probabilities it is up to a hundred times the text.
     content = written() if call.logprobs is None else await asyncio.to_thread(written)
@@ -334,7 +334,7 @@ def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
 
 
 async def _events(
-    call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally
+    call: Call, deltas: AsyncGenerator[Delta, None], record: RequestLog
 ) -> AsyncGenerator[bytes, None]:
     begun: set[int] = set()  # choices
     uncounted = {"usage": None} if call.counts_usage else {}
@@ -350,7 +350,7 @@ async def _events(
     else:
         if call.counts_usage:
             last = call.shape.envelope(call.shape.part, [])
-            yield answers.event(last | {"usage": tally.usage})
+            yield answers.event(last | {"usage": record.usage})
     yield answers.DONE
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swiftkv_jax.common.errors import UsageError, explained, suggest
@@ -49,18 +49,6 @@ class Job:
     key: str
     question: Request | None = None
     said: dict = dataclasses.field(default_factory=dict)
-
-
-class BadLines(UsageError):
-    """Lines that cannot be read, with their numbers."""
-
-    def __init__(self, problems: Mapping[int, str]):
-        shown = [f"line {number}: {problem}" for number, problem in sorted(problems.items())[:_SHOWN]]
-        rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        count = f"{len(problems)} bad line{'s' * (len(problems) > 1)}"
-        super().__init__(
-            f"{count} in the input ({'; '.join(shown)}{rest}); fix them, or pass --skip-bad-lines"
-        )
 
 
 def read_lines(source: str | None) -> list[tuple[int, str]]:
@@ -113,7 +101,12 @@ def make_jobs(
             ignored |= unknown
             seed += job.requests[0].params.n
     if problems and not skip_bad:
-        raise BadLines(problems)
+        shown = [f"line {number}: {problem}" for number, problem in sorted(problems.items())[:_SHOWN]]
+        rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        count = f"{len(problems)} bad line{'s' * (len(problems) > 1)}"
+        raise UsageError(
+            f"{count} in the input ({'; '.join(shown)}{rest}); fix them, or pass --skip-bad-lines"
+        )
     for number, problem in problems.items():
         warn(f"skipped line {number}: {problem}")
     if ignored:
@@ -142,7 +135,7 @@ def _job(
     prompt = {name: row[name] for name in own if name in row}
     if "audio" in prompt:
         return _sound_job(index, row.get("id"), prompt, params, llm, folder), unknown
-    if speech.hears(llm):
+    if speech.takes_audio(llm):
         raise UsageError(f'{llm.model.config.family} takes audio: give {{"audio": "FILE.wav"}}')
     key = _key(llm, prompt, params)
     request = llm.request(prompt, params)
@@ -170,26 +163,26 @@ def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, fold
     speech.settings(llm)  # a model without audio is reported before a missing file
     with explained(f"read audio {path}"):
         sound = (folder / os.path.expanduser(path)).read_bytes()
-    heard = speech.listen(llm, sound, f"audio {path}")
-    language, question = speech.spoken_language(llm, heard, prompt.get("language"))
+    recording = speech.listen(llm, sound, f"audio {path}")
+    language, question = speech.spoken_language(llm, recording, prompt.get("language"))
     task = prompt.get("task") or "transcribe"
-    requests = tuple(speech.requests(llm, heard, language, task, params))
+    requests = tuple(speech.requests(llm, recording, language, task, params))
     key = _key(llm, prompt | {"sha256": hashlib.sha256(sound).hexdigest()}, params)
-    said = {"language": language, "task": task, "duration": heard.duration, **heard.given}
+    said = {"language": language, "task": task, "duration": recording.duration, **recording.given}
     return Job(index, name, prompt, requests, key, question, said)
 
 
 def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
     """Yield each job with its answer as it finishes. Languages that are not given are detected first."""
     asking = [i for i, job in enumerate(jobs) if job.question is not None]
-    heard = dict(llm.run([jobs[i].question for i in asking]))
+    answers = dict(llm.run([jobs[i].question for i in asking]))
     jobs, lost = list(jobs), set()
     for number, i in enumerate(asking):
-        if speech.failed(heard[number]):
+        if speech.failed(answers[number]):
             lost.add(i)
-            yield jobs[i], speech.whole([heard[number]])
+            yield jobs[i], speech.whole([answers[number]])
         else:
-            language = speech.language_of(llm, heard[number])
+            language = speech.language_of(llm, answers[number])
             if language is not None:  # else the assumed one stays
                 begun = tuple(speech.prompt_tokens(llm, language, jobs[i].said["task"]))
                 requests = tuple(dataclasses.replace(r, token_ids=begun) for r in jobs[i].requests)

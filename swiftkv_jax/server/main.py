@@ -172,7 +172,7 @@ def _run(args: argparse.Namespace) -> int:
 def _batch(llm, lines: list[tuple[int, str]], flags: dict, args: argparse.Namespace) -> int:
     say = _say(args)
     defaults = llm.defaults.updated({"max_tokens": None})
-    defaults = (speech.GREEDY if speech.hears(llm) else defaults).updated(flags)
+    defaults = (speech.GREEDY if speech.takes_audio(llm) else defaults).updated(flags)
     _describe(llm, defaults, args.model or _DEMO, say)
     beside = Path(args.input).parent if args.input not in (None, "-") else Path()
     jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say, beside)
@@ -431,7 +431,7 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     if llm.cache_bytes_per_token != standard:
         room += f" (a standard model's cache: {full * llm.cache_bytes_per_token / standard:.1f})"
     say(f"cache     {llm.cache_bytes_per_token} bytes per token in {rows}; {room}")
-    most = None if speech.hears(llm) else DEFAULT_MAX_TOKENS
+    most = None if speech.takes_audio(llm) else DEFAULT_MAX_TOKENS
     defaults = defaults.updated({"max_tokens": defaults.max_tokens or most})
     plain = SamplingParams()
     shown = [

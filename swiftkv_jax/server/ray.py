@@ -23,7 +23,7 @@ from swiftkv_jax.server import main as serving
 
 _SCOPE = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
 _ROUTER = "swiftkv_jax.server.ray_router.PrefixRouter"
-_EACH = 8  # replicas per front
+_REPLICAS_PER_FRONT = 8
 
 
 class Replica:
@@ -189,8 +189,8 @@ def application(args: argparse.Namespace, environment: Mapping[str, str]):
     )(Replica)
     fronts = serve.deployment(
         name="Front",
-        num_replicas=-(-args.replicas // _EACH),
-        max_ongoing_requests=4 * most * _EACH,
+        num_replicas=-(-args.replicas // _REPLICAS_PER_FRONT),
+        max_ongoing_requests=4 * most * _REPLICAS_PER_FRONT,
         ray_actor_options={"num_cpus": 0.1},
     )(serve.ingress()(Front))
     page_size = args.page_size or Settings.page_size

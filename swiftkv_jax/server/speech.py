@@ -19,7 +19,7 @@ from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Request
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import ApiError
-from swiftkv_jax.server.generate import Tally, model_failed
+from swiftkv_jax.server.generate import RequestLog, model_failed
 from swiftkv_jax.server.service import Service
 
 MULTIPART = "multipart/form-data"
@@ -71,36 +71,40 @@ class Listener:
 
     async def respond(self, call: SpeechCall) -> Response:
         """Run a call; its reserved capacity is released however it ends."""
-        with Tally(call.request_id, call.client_id) as tally:
-            heard, language, question, previous = await self._prepared(call)
-            tally.sound = heard.given
-            requests = self._requests(call, heard, language, previous)
+        with RequestLog(call.request_id, call.client_id) as record:
+            recording, language, question, previous = await self._prepared(call)
+            record.sound = recording.given
+            requests = self._requests(call, recording, language, previous)
             demand = sum(map(Demand.of, [*requests, *([question] if question else [])]), Demand())
             with self.service.admit(call.tenant, demand) as ticket:
                 if question is not None:
-                    ((tokens, _),) = await self._run(call, [question], ticket, tally)
-                    names = {token: code for code, token in speech.asked(self.llm).languages}
+                    ((tokens, _),) = await self._run(call, [question], ticket, record)
+                    names = {token: code for code, token in speech.speech_tokens(self.llm).languages}
                     language = next((names[token] for token in tokens if token in names), language)
-                    requests = self._requests(call, heard, language, previous)
-                tally.prompt = sum(len(request.token_ids) for request in requests)
-                windows = await self._run(call, requests, ticket, tally)
+                    requests = self._requests(call, recording, language, previous)
+                record.prompt = sum(len(request.token_ids) for request in requests)
+                windows = await self._run(call, requests, ticket, record)
         text = speech.joined(text for _, text in windows)
         if call.body.response_format == "text":
             return PlainTextResponse(f"{text}\n")
-        usage = {"type": "duration", "seconds": round(heard.duration)}
+        usage = {"type": "duration", "seconds": round(recording.duration)}
         return Response(answers.encode({"text": text, "usage": usage}), media_type="application/json")
 
     async def _prepared(
         self, call: SpeechCall
-    ) -> tuple[speech.Heard, str | None, Request | None, Sequence[int]]:
+    ) -> tuple[speech.Recording, str | None, Request | None, Sequence[int]]:
         """(the audio as the model takes it, its language and the request that asks for it, see
         `speech.spoken_language`, token ids of the text before). The tokenizer's threads read audio too, off
         the event loop.
         """
 
         def work():
-            heard = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
-            return heard, *speech.spoken_language(self.llm, heard, call.body.language), self._previous(call)
+            recording = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
+            return (
+                recording,
+                *speech.spoken_language(self.llm, recording, call.body.language),
+                self._previous(call),
+            )
 
         try:
             return await self.service.consult(call.tenant, len(call.sound), work)
@@ -119,16 +123,16 @@ class Listener:
         return self.llm.tokenizer.encode(f" {said}", add_special_tokens=False)[-most:]
 
     def _requests(
-        self, call: SpeechCall, heard: speech.Heard, language: str | None, previous: Sequence[int]
+        self, call: SpeechCall, recording: speech.Recording, language: str | None, previous: Sequence[int]
     ) -> list[Request]:
         params = speech.GREEDY.updated({"temperature": call.body.temperature or 0.0})
         try:
-            return speech.requests(self.llm, heard, language, call.task, params, previous, "file")
+            return speech.requests(self.llm, recording, language, call.task, params, previous, "file")
         except UsageError as error:
             raise ApiError(400, str(error), "file") from error
 
     async def _run(
-        self, call: SpeechCall, requests: list[Request], ticket, tally: Tally
+        self, call: SpeechCall, requests: list[Request], ticket, record: RequestLog
     ) -> list[tuple[list[int], str]]:
         """(token ids, text) of each request's answer."""
         tokens: list[list[int]] = [[] for _ in requests]
@@ -137,8 +141,8 @@ class Listener:
             async for number, delta in stream:
                 tokens[number] += delta.token_ids
                 texts[number] += delta.text
-                tally.completion += len(delta.token_ids)
-                tally.reasons.add(delta.finish_reason or "")
+                record.completion += len(delta.token_ids)
+                record.reasons.add(delta.finish_reason or "")
                 if delta.finish_reason == "error":
                     raise model_failed(call.request_id, delta.error)
         return list(zip(tokens, texts, strict=True))

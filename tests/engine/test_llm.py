@@ -15,9 +15,9 @@ from tiny_engine import GREEDY, LENGTHS, SIZES, definition, make, model, tokens
 from swiftkv_jax.checkpoint.generation import GenerationDefaults
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.engine import llm as llm_module
-from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.runner import fingerprint
 from swiftkv_jax.engine.settings import resolve
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.engine import sampling
-from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Tally
+from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, TokenCounts
 from swiftkv_jax.engine.sequence import BAD, NONE_LEFT
 
 FULL = Mode(sampled=True, filtered=True, penalised=True, logprobs=True)
@@ -28,8 +28,8 @@ def policy(lanes: int, **changes) -> Policy:
     return Policy(**(neutral | given))
 
 
-def no_tally(lanes: int) -> Tally:
-    return Tally(jnp.zeros((lanes, 0), bool), jnp.zeros((lanes, 0), jnp.int32))
+def no_tally(lanes: int) -> TokenCounts:
+    return TokenCounts(jnp.zeros((lanes, 0), bool), jnp.zeros((lanes, 0), jnp.int32))
 
 
 def random_logits(lanes: int = 32, vocab: int = 300, seed: int = 0):
@@ -85,13 +85,13 @@ def test_penalties():
     logits = random_logits(lanes, vocab)
     history = jnp.asarray(random.integers(0, 20, (lanes, length)), jnp.int32)
     prompt = jnp.asarray([10, 1, 5, 10, 20, 30])
-    tally = Tally.of(history, prompt, jnp.full(lanes, length), vocab)
-    got = sampling.penalise(logits, policy(lanes, repetition=1.7), tally)
+    counts = TokenCounts.of(history, prompt, jnp.full(lanes, length), vocab)
+    got = sampling.penalise(logits, policy(lanes, repetition=1.7), counts)
     theirs = torch.tensor(np.asarray(logits))
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(np.asarray(history, np.int64)), theirs)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
 
-    got = sampling.penalise(logits, policy(lanes, presence=0.6, frequency=-0.25), tally)
+    got = sampling.penalise(logits, policy(lanes, presence=0.6, frequency=-0.25), counts)
     for lane in range(lanes):  # the output alone counts
         counts = np.bincount(np.asarray(history[lane, int(prompt[lane]) :]), minlength=vocab)
         want = np.asarray(logits[lane]) - 0.6 * (counts > 0) + 0.25 * counts
@@ -102,12 +102,12 @@ def test_incremental_token_counts_equal_those_of_the_whole():
     random = np.random.default_rng(2)
     history = jnp.asarray(random.integers(0, 9, (3, 8)), jnp.int32)
     prompt = jnp.asarray([2, 5, 3])
-    tally = Tally.of(history, prompt, prompt, 9)
+    counts = TokenCounts.of(history, prompt, prompt, 9)
     for i in range(3):
-        tally = tally.add(history[jnp.arange(3), prompt + i])
-    tally = tally.add(jnp.full(3, NO_ID))
-    want = Tally.of(history, prompt, prompt + 3, 9)
-    jax.tree.map(np.testing.assert_array_equal, tally, want)
+        counts = counts.add(history[jnp.arange(3), prompt + i])
+    counts = counts.add(jnp.full(3, NO_ID))
+    want = TokenCounts.of(history, prompt, prompt + 3, 9)
+    jax.tree.map(np.testing.assert_array_equal, counts, want)
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_no_token_is_made_up_where_every_one_is_ruled_out():
         rules = policy(4, temperature=sampled, min_tokens=9, stop_ids=[[5, NO_ID, NO_ID, NO_ID]])
         rules = dataclasses.replace(rules, bias=bias, repetition=jnp.asarray([1, 1, 1, 1.0]))
         logits = jnp.zeros((4, 8)).at[3, 2].set(jnp.nan)
-        nobody = Tally(jnp.zeros((4, 8), bool), jnp.zeros((4, 8), jnp.int32))
+        nobody = TokenCounts(jnp.zeros((4, 8), bool), jnp.zeros((4, 8), jnp.int32))
         zero = jnp.zeros(4, jnp.int32)
         got = sampling.sample(logits, rules, nobody, zero, zero, mode).token.tolist()
         assert got[:2] == [NONE_LEFT] * 2 and 0 <= got[2] < 8 and got[2] != 5 and got[3] == BAD
@@ -192,9 +192,9 @@ def test_noise_is_fold_in_of_seed_and_position_whatever_the_neighbours():
 def test_the_full_mode_samples_the_tokens_of_the_plain_mode(temperature):
     logits, position = random_logits(), jnp.arange(32, dtype=jnp.int32)
     rules = policy(32, temperature=temperature)
-    tally = Tally(jnp.ones((32, 300), bool), jnp.ones((32, 300), jnp.int32))
+    counts = TokenCounts(jnp.ones((32, 300), bool), jnp.ones((32, 300), jnp.int32))
     plain = sampling.sample(logits, rules, no_tally(32), position, position, Mode(sampled=temperature > 0))
-    rich = sampling.sample(logits, rules, tally, position, position, FULL)
+    rich = sampling.sample(logits, rules, counts, position, position, FULL)
     assert plain.token.tolist() == rich.token.tolist()
     if not temperature:
         assert plain.token.tolist() == logits.argmax(-1).tolist()
@@ -203,8 +203,8 @@ def test_the_full_mode_samples_the_tokens_of_the_plain_mode(temperature):
 def test_logprobs_are_of_the_raw_distribution():
     logits, position = random_logits(5), jnp.arange(5, dtype=jnp.int32)
     rules = dataclasses.replace(policy(5, temperature=1.9, top_k=50, repetition=3.0))
-    tally = Tally(jnp.ones((5, 300), bool), jnp.ones((5, 300), jnp.int32))
-    got = sampling.sample(logits, rules, tally, position, position, FULL)
+    counts = TokenCounts(jnp.ones((5, 300), bool), jnp.ones((5, 300), jnp.int32))
+    got = sampling.sample(logits, rules, counts, position, position, FULL)
     wide = np.asarray(logits, np.float64)
     want = wide - np.log(np.exp(wide).sum(1, keepdims=True))
     order = np.argsort(-want, axis=1)
