@@ -162,7 +162,7 @@ _PART = {
 _FUNCTION = {
     "type": "object",
     "required": ["name"],
-    "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+    "properties": {"name": {"type": "string"}, "arguments": {}},
 }
 _MESSAGE = {
     "type": "object",
