@@ -13,11 +13,10 @@ from swiftkv_jax.common import processes
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.engine import kernels
-from swiftkv_jax.engine.engine import make_runner
 from swiftkv_jax.engine.kernels import calls_of, choose, in_force
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.names import named
-from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.engine.runner import Runner
+from swiftkv_jax.engine.settings import Settings, named
 from swiftkv_jax.kernels.check.calls import OPERATIONS, known
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import CPU, Machine
@@ -196,7 +195,7 @@ def test_chunks_are_timed_in_the_forms_that_an_accelerator_launches(lanes, fixed
     sizes = {"max_model_len": 256, "page_size": 8, "max_num_seqs": lanes, "max_num_batched_tokens": 128}
     settings = Settings(**sizes, num_pages=64, attention=name, batch_invariant=fixed)
     net, params = tiny.make_model(tiny.PLANS["standard"], max_position_embeddings=256)
-    runner = make_runner(net, params, None, settings, lambda params, make: make())
+    runner = Runner(net, params, None, settings, lambda params, make: make())
     for program in runner.programs():
         if program.key[0] == "step" and program.key[2] == 128:
             program.call.func.eval_shape(*program.call.args, **program.call.keywords)

@@ -82,9 +82,9 @@ def of_two(base, params, auxiliary=None, own=None) -> tuple[Predicted, dict]:
 def poison(llm: LLM) -> None:
     """NaN in every page of both pools."""
     tiny.poison(llm)
-    reader = llm.engine.runner.reader
-    stores = jax.tree.map(lambda x: x * jnp.nan, reader.cache.stores)
-    reader.cache = dataclasses.replace(reader.cache, stores=stores)
+    runner = llm.engine.runner
+    stores = jax.tree.map(lambda x: x * jnp.nan, runner.auxiliary.stores)
+    runner.auxiliary = dataclasses.replace(runner.auxiliary, stores=stores)
 
 
 @pytest.mark.slow("standard", "swiftkv")
@@ -161,7 +161,7 @@ def test_bytes_of_both_pools_are_reported_separately():
     runner = llm.engine.runner
     assert llm.stats["cache_bytes_per_token"] == own + auxiliary == llm.cache_bytes_per_token
     assert llm.stats["auxiliary_bytes_per_token"] == auxiliary
-    assert llm.stats["cache_bytes"] == runner.cache.nbytes + runner.reader.cache.nbytes
+    assert llm.stats["cache_bytes"] == sum(pool.nbytes for pool in runner.pools)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
@@ -238,7 +238,7 @@ def test_pages_of_a_failed_request_are_wiped_in_both_pools():
     llm.engine.probe = fail
     assert tiny.run(llm, [prompt])[0].outputs[0].finish_reason == "error"
     llm.engine.probe = lambda point, request_id: None
-    for cache in (llm.engine.runner.cache, llm.engine.runner.reader.cache):
+    for cache in llm.engine.runner.pools:
         for array in jax.tree.leaves(cache.stores):
             assert not np.asarray(array)[:, 1:5].any()
     assert tiny.tokens(tiny.run(llm, [prompt])) == [definition("standard", prompt)]
