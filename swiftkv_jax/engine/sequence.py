@@ -5,7 +5,6 @@ import codecs
 import dataclasses
 import functools
 import itertools
-import typing
 
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, RequestMetrics
 
@@ -81,14 +80,10 @@ class Sequence:
         self._shown = detokenizer(False) if mixed else self._words
         self._shown_offsets: list[int] = [] if mixed else self._offsets
         self._text_end: int | None = None
-        self._stop_ids = frozenset(request.stop_ids)
+        self._stop_ids, self._stops = frozenset(request.stop_ids), tuple(request.params.stop or ())
         kept = request.params.include_stop_str_in_output and not mixed
         self._held_back = 0 if kept else max(map(len, self._stops), default=1) - 1
         self._delivered = (0, 0)  # characters and tokens that `delta` has returned
-
-    @property
-    def _stops(self) -> tuple[str, ...]:
-        return typing.cast(tuple[str, ...], self.request.params.stop)  # SamplingParams makes it one
 
     @property
     def tokens(self) -> list[int]:

@@ -111,8 +111,7 @@ def settings(llm) -> AudioSettings:
 
 def listen(llm, sound, where: str = "audio", most: int | None = None) -> Recording:
     """The windows of an audio input as the model takes them; at most `most`."""
-    how = settings(llm)
-    given = audio.read(sound, where)
+    how, given = settings(llm), audio.read(sound, where)
     length = audio.resampled_count(len(given.samples), given.rate, how.rate)
     count = -(-length // how.samples)
     if most is not None and count > most:  # refused before it takes memory: a low rate makes much of little

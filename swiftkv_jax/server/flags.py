@@ -33,7 +33,10 @@ _QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
 _LIMITS = {  # flag: (field of HttpSettings, help)
     "shutdown-timeout": ("shutdown_s", "seconds for running requests to finish on SIGTERM (default {:g})"),
     "queue-timeout": ("queue_timeout_s", "seconds that a request may wait in the queue (default {:g})"),
-    "max-requests-per-key": ("max_requests_per_key", "running and waiting requests of a key (default: half)"),
+    "max-requests-per-key": (
+        "max_requests_per_key",
+        "running and waiting requests of a key (default: half, if several)",
+    ),
     "max-scored-tokens": ("max_scored_tokens", "longest prompt to score with echo (default {})"),
     "metrics-prefix": ("metrics_prefix", "prefix of metric names (default {}; vLLM's is vllm:)"),
 }
@@ -150,14 +153,6 @@ def model_name(folder: str) -> str:
     """A folder's name; for `runs/mine/export`, where training puts a student, that of the run."""
     path = Path(folder)
     return (path.parent.name if path.name == "export" else path.name) or "model"
-
-
-def compared_name(folder: str, first: str) -> str:
-    """The name of the second model."""
-    name = model_name(folder)
-    if name == first:
-        raise UsageError(f"--compare: both models are called {name!r}; name the first by --served-model-name")
-    return name
 
 
 def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:

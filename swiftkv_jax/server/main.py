@@ -192,15 +192,19 @@ def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[Http
         raise UsageError(f"{', '.join(wrong)} are for a batch, not for --http")
     sampling = _given(args, _SAMPLING)
     SamplingParams().updated(sampling)
-    return http.http_settings(args, str(args.model or _DEMO), api_key), sampling
+    settings = http.http_settings(args, str(args.model or _DEMO), api_key)
+    if args.compare and http.model_name(args.compare) == settings.model_name:
+        name = settings.model_name
+        raise UsageError(f"--compare: both models are called {name!r}; name the first by --served-model-name")
+    return settings, sampling
 
 
 def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
     """Load the model, and --compare's, and make OpenAI's API for them."""
     from swiftkv_jax.server.app import Api
 
-    second = http.compared_name(args.compare, settings.model_name) if args.compare else ""
-    folders = {settings.model_name: None} | ({second: args.compare} if second else {})
+    folders = {settings.model_name: None}
+    folders |= {http.model_name(args.compare): args.compare} if args.compare else {}
     say = _say(args)
     with working(say, f"loading   {' and '.join(folders)}", TELL_S):
         llms = _loaded(args, folders, sampling)
@@ -213,8 +217,6 @@ def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
 def _serve(args: argparse.Namespace, api_key: str | None) -> int:
     """Serve OpenAI's API until a signal; sampling flags are the server's defaults."""
     settings, sampling = server_settings(args, api_key)
-    if args.compare:
-        http.compared_name(args.compare, settings.model_name)
     try:
         from swiftkv_jax.server import server
     except ImportError as error:

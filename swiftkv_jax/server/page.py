@@ -33,12 +33,12 @@ _HEADERS = {
 def operations() -> list[Operation]:
     """A route for each file."""
     folder = importlib.resources.files("swiftkv_jax.server") / "static"
-    return [_operation(path, (folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()]
 
+    def operation(path: str, content: bytes, kind: str) -> Operation:
+        async def answer(_: Request) -> Response:
+            """A file of the web page."""
+            return Response(content, headers=_HEADERS, media_type=kind)
 
-def _operation(path: str, content: bytes, kind: str) -> Operation:
-    async def answer(_: Request) -> Response:
-        """A file of the web page."""
-        return Response(content, headers=_HEADERS, media_type=kind)
+        return Operation(path, answer, media=(kind.partition(";")[0],))
 
-    return Operation(path, answer, media=(kind.partition(";")[0],))
+    return [operation(path, (folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()]

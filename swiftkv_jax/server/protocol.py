@@ -100,19 +100,16 @@ def protocol(settings: HttpSettings) -> type[H11Protocol]:
             return self.cycle is not None and not self.cycle.more_body
 
         def _await_head(self) -> None:
-            self._head = self.loop.call_later(settings.header_timeout_s, self._too_slow)
-
-        def _too_slow(self) -> None:
-            self._refuse(ApiError(408, "the request did not arrive in time"))
+            late = ApiError(408, "the request did not arrive in time")
+            self._head = self.loop.call_later(settings.header_timeout_s, self._refuse, late)
 
         def _refuse(self, error: ApiError) -> None:
             if not self.transport.is_closing():
                 body = error.body()
-                head = (
-                    f"HTTP/1.1 {error.status} Error\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
-                )
-                lines = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
-                self.transport.write(f"{head}{lines}x-request-id: none\r\n\r\n".encode() + body)
+                fields = {"connection": "close", "content-length": len(body), "x-request-id": "none"}
+                lines = [f"{name}: {value}\r\n" for name, value in (fields | error.headers()).items()]
+                head = f"HTTP/1.1 {error.status} Error\r\n{''.join(lines)}\r\n"
+                self.transport.write(head.encode() + body)
                 self.transport.close()
 
     return Guarded

@@ -95,10 +95,15 @@ class Front:
                 await send({"type": f"lifespan.{stage}.complete"})
             return
         sound = scope["path"].startswith(AUDIO)
-        body = await _body(receive, self._most_audio if sound else self._most)
-        if body is not None:
-            with contextlib.suppress(ApiError):  # the client disconnected
-                await until_disconnect(receive, self._relay(scope, body, send))
+        most, body, more = self._most_audio if sound else self._most, bytearray(), True
+        while more and len(body) <= most:  # a replica refuses what is longer
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        with contextlib.suppress(ApiError):  # the client disconnected
+            await until_disconnect(receive, self._relay(scope, bytes(body), send))
 
     async def _relay(self, scope, body: bytes, send) -> None:
         """Forward a replica's answer. If the replica dies, this answer ends with an error."""
@@ -125,22 +130,6 @@ class Front:
         finally:
             if not over:
                 stream.cancel()
-
-
-async def _body(receive, most: int) -> bytes | None:
-    """Read a request's body, or more than `most` bytes of it, which a replica refuses; None: the client
-    disconnected."""
-    parts: list[bytes] = []
-    size = 0
-    while size <= most:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if not message.get("more_body"):
-            break
-    return b"".join(parts)
 
 
 def _ray(module: str):
