@@ -400,8 +400,8 @@ class Engine:
         if sequence.finish_reason == "error" and sequence.error != RULED_OUT:
             self.stats.failed_requests += 1
             group = self._groups.get(sequence.request.request_id)
-            for one in group.sequences if group else [sequence]:
-                one.invalid = True
+            for sibling in group.sequences if group else [sequence]:
+                sibling.invalid = True
         if sequence.invalid:
             self.runner.clear(*self.scheduler.invalidate(sequence))
         self.scheduler.remove(sequence)

@@ -88,8 +88,8 @@ def choose(
         return json.dumps([dict(decisions[0].names), decisions[0].how])
 
     title = hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
-    said = processes.text_from_first(f"swiftkv/kernels/{title}", names_and_how, limits.total + 2 * START)
-    names, how = json.loads(said)
+    answer = processes.text_from_first(f"swiftkv/kernels/{title}", names_and_how, limits.total + 2 * START)
+    names, how = json.loads(answer)
     if taken and machine.platform == "tpu" and decisions and not decisions[0].kept:
         _LOG.warning(
             "kernels run as %s: this process has the TPU, so that none can be checked; `serve.py --model DIR "

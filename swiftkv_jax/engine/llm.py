@@ -280,8 +280,8 @@ class LLM:
         prompts = [prompts] if is_one(prompts) else prompts
         if not isinstance(prompts, list | tuple):
             raise UsageError(f"prompts must be a string or a list, not {type(prompts).__name__}")
-        one = not isinstance(sampling_params, list | tuple)
-        params = [sampling_params] * len(prompts) if one else sampling_params
+        shared = not isinstance(sampling_params, list | tuple)
+        params = [sampling_params] * len(prompts) if shared else sampling_params
         if len(params) != len(prompts):
             raise UsageError(
                 f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all, or one each"
@@ -316,9 +316,11 @@ class LLM:
           UsageError: no audio, an unknown language or task, or another kind of model.
           SpeechError: the model failed on a window; its `found` is the list of all transcriptions.
         """
-        one = not isinstance(audio, list)
-        found = speech.transcribe(self, [audio] if one else audio, language, task, sampling_params)
-        return found[0] if one else found
+        single = not isinstance(audio, list)
+        transcriptions = speech.transcribe(
+            self, [audio] if single else audio, language, task, sampling_params
+        )
+        return transcriptions[0] if single else transcriptions
 
     @typing.no_type_check
     def chat(
@@ -337,8 +339,8 @@ class LLM:
         Raises:
           UsageError: there is no chat template, or it refuses the messages; as `generate`.
         """
-        one = isinstance(messages, list) and bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if one else messages
+        single = isinstance(messages, list) and bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if single else messages
         if not isinstance(conversations, list | tuple):
             raise UsageError(f"messages must be a list, not {type(messages).__name__}")
         prompts = [{"messages": conversation} for conversation in conversations]

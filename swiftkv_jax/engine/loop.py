@@ -88,8 +88,8 @@ def decode(
     """
     before, cache = cache.sources, cache.reading(sources)
     each = exits.each if exits else 1
-    one = partial(_exit_iteration, model, mode, exits) if exits else partial(_iteration, model, mode)
-    iteration = partial(one, params, table, policy)
+    program = partial(_exit_iteration, model, mode, exits) if exits else partial(_iteration, model, mode)
+    iteration = partial(program, params, table, policy)
 
     def body(carry):
         i, lanes, counts, cache, out = carry
@@ -175,9 +175,9 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, counts, cach
         token, counts, cache = carry
         i, position, useful = place
         pool = cache.seen_by(jnp.where(useful[:, None], table, 0))
-        at, batch = cache.angles.at(position), make_batch(None, position)
+        angles, batch = cache.angles.at(position), make_batch(None, position)
         x = embed(model, params, token, position)
-        x, pool, *_ = run(model, params, x, at, batch, pool, range(model.plan.depth))
+        x, pool, *_ = run(model, params, x, angles, batch, pool, range(model.plan.depth))
         cache = pool.seen_by(cache.table)
 
         def guess():
@@ -207,16 +207,16 @@ def _check(model, exits: Exits, params, table, x, position, useful, sure, cache)
         return jnp.swapaxes(a, 0, 1).reshape(each * rows, *a.shape[2:])
 
     x, valid, place = flat(x), flat(useful), flat(position)
-    at, depth = cache.angles.at(place), model.plan.depth
+    angles, depth = cache.angles.at(place), model.plan.depth
     batch = make_batch(None, place, each)
     seeing = jnp.where(useful, position, -1).T  # -1 is no query
     batch = dataclasses.replace(batch, valid=valid, block_position=seeing)
     due = model.plan.made_at(depth)
-    pool, _ = make_rows(model, params, due, depth, x, at, batch, cache.seen_by(table))
+    pool, _ = make_rows(model, params, due, depth, x, angles, batch, cache.seen_by(table))
 
     def check():
         upper = range(depth, model.plan.num_layers)
-        out = logits(model, params, run(model, params, x, at, batch, pool, upper, given=due).x)
+        out = logits(model, params, run(model, params, x, angles, batch, pool, upper, given=due).x)
         return jnp.swapaxes(out.reshape(rows, each, -1), 0, 1)
 
     if exits.threshold is None:

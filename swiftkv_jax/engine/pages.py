@@ -97,8 +97,8 @@ class Pages:
 
     def find(self, name: bytes, tokens: tuple[int, ...]) -> int | None:
         """The page of this name, if it holds exactly these tokens."""
-        page, held = self._named.get(name, (None, ()))
-        return page if held == tokens else None
+        page, known = self._named.get(name, (None, ()))
+        return page if known == tokens else None
 
     def share(self, page: int) -> None:
         """Add an owner to a page that is in use or cached."""

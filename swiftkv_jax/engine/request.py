@@ -321,11 +321,11 @@ def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
 
 def bad_word_ids(tokenizer, words: Iterable[str], where: str) -> list[tuple[int, ...]]:
     """Each word's tokens, at the beginning of a text and after a space; no duplicates, no empty lists."""
-    found = {}
+    ids_of_words = {}
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):
-            found[tuple(_need(tokenizer, where).encode(text, add_special_tokens=False))] = None
-    return [ids for ids in found if ids]
+            ids_of_words[tuple(_need(tokenizer, where).encode(text, add_special_tokens=False))] = None
+    return [ids for ids in ids_of_words if ids]
 
 
 def special_texts(tokenizer) -> Mapping[str, int]:

@@ -432,7 +432,7 @@ class Runner:
         yield self.lanes
 
     def _sizes_from(self, size: int) -> list[int]:
-        return [size, *(one for one in self._sizes if one > size)]
+        return [size, *(larger for larger in self._sizes if larger > size)]
 
     def _modes(self, rows: list[Sequence]) -> list[Mode]:
         """The modes that cover what these rows need, the plainest first."""
@@ -455,7 +455,9 @@ def described(params: PyTree, make: Callable[[], Cache]) -> Cache:
     cache = jax.eval_shape(make)
     alone = jax.tree.leaves(params)[0].sharding
     places = jax.tree.map(lambda _: alone, cache) if cache.mesh is None else cache.shardings
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, places)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), cache, places
+    )
 
 
 def working_bytes(

@@ -113,9 +113,9 @@ class Scheduler:
 
     def counted(self) -> tuple[int, int, int]:
         """Preemptions, tokens looked up in the prefix cache, and tokens found there, since the last call."""
-        found = self.preemptions, self.prefix_queries, self.prefix_hits
+        counts = self.preemptions, self.prefix_queries, self.prefix_hits
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
-        return found
+        return counts
 
     def in_order(self) -> list[Sequence]:
         """The running sequences, the most urgent first; equally urgent ones in order of arrival."""

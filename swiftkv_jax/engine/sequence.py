@@ -158,11 +158,11 @@ class Sequence:
                 end = end if cut else end.removesuffix(self.stop_reason)
                 self._words.text, self._text_end = end + self.stop_reason, None
 
-    def _place(self, at: int) -> int:
+    def _place(self, index: int) -> int:
         """The place in the text of a place in the text that stop strings are searched in."""
-        token = bisect.bisect_right(self._shown_offsets, at) - 1
+        token = bisect.bisect_right(self._shown_offsets, index) - 1
         ends = [*self._offsets[token + 1 : token + 2], len(self._words.text) if self._words else 0]
-        return min(self._offsets[token] + at - self._shown_offsets[token], ends[0])
+        return min(self._offsets[token] + index - self._shown_offsets[token], ends[0])
 
     def end(self, reason: str, now: float, error: str | None = None) -> None:
         """End it from outside: "abort", or "error" and what failed."""
@@ -313,9 +313,9 @@ class Detokenizer:
 
 def find_stop(text: str, stops: tuple[str, ...], seen: int) -> tuple[int, str] | None:
     """The earliest stop string that ends after the first `seen` characters: (where it begins, which)."""
-    found = []
+    matches = []
     for order, stop in enumerate(stops):
-        at = text.find(stop, max(0, seen - len(stop) + 1))
-        if at >= 0:
-            found.append((at, order, stop))
-    return (min(found)[0], min(found)[2]) if found else None
+        start = text.find(stop, max(0, seen - len(stop) + 1))
+        if start >= 0:
+            matches.append((start, order, stop))
+    return (min(matches)[0], min(matches)[2]) if matches else None

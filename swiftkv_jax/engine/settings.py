@@ -245,7 +245,7 @@ def check_fill(
     """Check that every part of `model` supports the fill that is asked for, among other settings."""
     own = set() if kernels in (AUTO, SAFE) else named(kernels)[1]
     auxiliary = transformers(model)[1:]
-    if (fill is not None or "fill" in own) and any(one.plan.has_fill for one in auxiliary):
+    if (fill is not None or "fill" in own) and any(part.plan.has_fill for part in auxiliary):
         raise UsageError(
             f"fill {fill or kernels!r} cannot make the auxiliary's upper rows, which are read before their "
             "norm and rotation: name no fill"

@@ -128,15 +128,15 @@ def speech_tokens(llm) -> Speech:
     return llm.generation.speech or Speech()
 
 
-def language_code(said: str, languages: Iterable[str], where: str = "language") -> str:
+def language_code(named: str, languages: Iterable[str], where: str = "language") -> str:
     """The code of a language given by its code or its English name."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-    known, low = list(languages), str(said).lower().strip("<|>")
+    known, low = list(languages), str(named).lower().strip("<|>")
     code = low if low in known else TO_LANGUAGE_CODE.get(low, low)
     if code not in known:
         raise UsageError(
-            f"{where} {said!r} is unknown; this model supports {', '.join(known)}{suggest(low, known)}"
+            f"{where} {named!r} is unknown; this model supports {', '.join(known)}{suggest(low, known)}"
         )
     return code
 
@@ -245,15 +245,15 @@ def joined(texts: Iterable[str]) -> str:
 
 def whole(windows: Sequence[RequestOutput]) -> RequestOutput:
     """Join the answers to the windows of one audio input into one, with the worst of their finish reasons."""
-    said, times = [window.outputs[0] for window in windows], [window.metrics for window in windows]
-    worst = max(said, key=lambda answer: _WORSE.index(answer.finish_reason))
+    outputs, times = [window.outputs[0] for window in windows], [window.metrics for window in windows]
+    worst = max(outputs, key=lambda answer: _WORSE.index(answer.finish_reason))
     begun = [m.first_token_time for m in times if m.output_tokens]
     output = CompletionOutput(
         index=0,
-        text=joined(answer.text for answer in said),
-        token_ids=[token for answer in said for token in answer.token_ids],
-        cumulative_logprob=_sum(answer.cumulative_logprob for answer in said),
-        logprobs=_sum(answer.logprobs for answer in said),
+        text=joined(answer.text for answer in outputs),
+        token_ids=[token for answer in outputs for token in answer.token_ids],
+        cumulative_logprob=_sum(answer.cumulative_logprob for answer in outputs),
+        logprobs=_sum(answer.logprobs for answer in outputs),
         finish_reason=worst.finish_reason,
         stop_reason=worst.stop_reason,
         error=worst.error,

@@ -34,14 +34,14 @@ _ASKED = ("eos_token_ids", "decoder_start_token_id", "speech")  # not for sampli
 def sampling_defaults(generation: GenerationDefaults) -> SamplingParams:
     """Sampling defaults from generation_config.json, read as by vLLM: its `do_sample` is ignored. A value
     that no request may have is left out, with a UsageWarning."""
-    found = {n: value for n, value in vars(generation).items() if value is not None and n not in _ASKED}
-    for name, value in list(found.items()):
+    defaults = {n: value for n, value in vars(generation).items() if value is not None and n not in _ASKED}
+    for name, value in list(defaults.items()):
         try:
             SamplingParams(**{name: value})
         except UsageError as error:
             warnings.warn(f"generation_config.json is not followed: {error}", UsageWarning, stacklevel=3)
-            del found[name]
-    return SamplingParams(**found)
+            del defaults[name]
+    return SamplingParams(**defaults)
 
 
 def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
@@ -118,16 +118,16 @@ def dtype_here(config: ModelConfig, plan: KVPlan) -> tuple[str, str]:
 def capability() -> tuple[int, int] | None:
     """The least compute capability of this machine's GPUs; None if neither JAX nor nvidia-smi tells."""
     if machines.taken():
-        said = [str(getattr(device, "compute_capability", "")) for device in jax.local_devices()]
+        lines = [str(getattr(device, "compute_capability", "")) for device in jax.local_devices()]
     else:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
-        said = done.stdout.splitlines()
-    found = [re.fullmatch(r"(\d+)\.(\d+)", line.strip()) for line in said]
-    return min(((int(each[1]), int(each[2])) for each in found if each), default=None)
+        lines = done.stdout.splitlines()
+    versions = [re.fullmatch(r"(\d+)\.(\d+)", line.strip()) for line in lines]
+    return min(((int(v[1]), int(v[2])) for v in versions if v), default=None)
 
 
 def computed_in(folder: Path, dtype: str, slim: bool = True, base: str | Path | None = None) -> str:
@@ -137,8 +137,8 @@ def computed_in(folder: Path, dtype: str, slim: bool = True, base: str | Path | 
     config, plan, _ = read_model(folder, slim, base)
     taken, why = dtype_here(config, plan)
     if why:
-        said = f"computing in {taken}, not in the checkpoint's {config.dtype}: {why}"
-        warnings.warn(said, UsageWarning, stacklevel=3)
+        message = f"computing in {taken}, not in the checkpoint's {config.dtype}: {why}"
+        warnings.warn(message, UsageWarning, stacklevel=3)
     return taken
 
 

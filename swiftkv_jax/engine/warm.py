@@ -47,7 +47,7 @@ class WarmUp:
         self.failed: set[tuple] = set()
         self.total = len(programs)
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="compile")
-        self._left = [(one, self._pool.submit(_compile, _described(one.call))) for one in programs]
+        self._left = [(p, self._pool.submit(_compile, _described(p.call))) for p in programs]
 
     @property
     def waits(self) -> bool:

@@ -29,8 +29,8 @@ def names(body: bytes, tenant: bytes, page_size: int) -> list[bytes]:
       page_size: tokens of a page; of text, `CHARACTERS` times as many bytes.
     """
     try:
-        said = json.loads(body)
-        prompt = said["messages"] if "messages" in said else said["prompt"]
+        fields = json.loads(body)
+        prompt = fields["messages"] if "messages" in fields else fields["prompt"]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             units, size = prompt, page_size
         else:

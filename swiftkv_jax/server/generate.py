@@ -288,9 +288,9 @@ def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> No
 def without_place(llm: LLM, error: UsageError) -> str:
     """The error's message without the tokenizer's folder. A template may repeat a message, and is cut
     short."""
-    name, said, words = getattr(llm.tokenizer, "name", None), str(error), str(error.__cause__ or "")
-    said = said.replace(f"of {name}", "of the model") if name else said
-    return said.replace(words, clip(words, MAX_ECHO)) if words else said
+    folder, message, cause = getattr(llm.tokenizer, "name", None), str(error), str(error.__cause__ or "")
+    message = message.replace(f"of {folder}", "of the model") if folder else message
+    return message.replace(cause, clip(cause, MAX_ECHO)) if cause else message
 
 
 async def _begun(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:

@@ -38,8 +38,7 @@ class Job:
 
     Attributes:
       requests: one; with audio, one for each window. question: the request for the audio's language, if it is
-        not given; until it is answered, the requests assume one. said: fields of the output line about the
-        audio.
+        not given; until it is answered, the requests assume one. about_audio: fields of the output line.
     """
 
     index: int
@@ -48,7 +47,7 @@ class Job:
     requests: tuple[Request, ...]
     key: str
     question: Request | None = None
-    said: dict = dataclasses.field(default_factory=dict)
+    about_audio: dict = dataclasses.field(default_factory=dict)
 
 
 def read_lines(source: str | None) -> list[tuple[int, str]]:
@@ -168,8 +167,8 @@ def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, fold
     task = prompt.get("task") or "transcribe"
     requests = tuple(speech.requests(llm, recording, language, task, params))
     key = _key(llm, prompt | {"sha256": hashlib.sha256(sound).hexdigest()}, params)
-    said = {"language": language, "task": task, "duration": recording.duration, **recording.given}
-    return Job(index, name, prompt, requests, key, question, said)
+    about_audio = {"language": language, "task": task, "duration": recording.duration, **recording.given}
+    return Job(index, name, prompt, requests, key, question, about_audio)
 
 
 def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
@@ -184,10 +183,10 @@ def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
         else:
             language = speech.language_of(llm, answers[number])
             if language is not None:  # else the assumed one stays
-                begun = tuple(speech.prompt_tokens(llm, language, jobs[i].said["task"]))
+                begun = tuple(speech.prompt_tokens(llm, language, jobs[i].about_audio["task"]))
                 requests = tuple(dataclasses.replace(r, token_ids=begun) for r in jobs[i].requests)
-                said = jobs[i].said | {"language": language}
-                jobs[i] = dataclasses.replace(jobs[i], requests=requests, said=said)
+                about_audio = jobs[i].about_audio | {"language": language}
+                jobs[i] = dataclasses.replace(jobs[i], requests=requests, about_audio=about_audio)
     left = [(i, job) for i, job in enumerate(jobs) if i not in lost]
     owners = [(i, number) for i, job in left for number in range(len(job.requests))]
     waiting: list[dict[int, RequestOutput]] = [{} for _ in jobs]
@@ -216,7 +215,7 @@ def output_row(job: Job, output: RequestOutput) -> dict:
     metrics = output.metrics
     row = {"index": job.index, "id": job.id, "key": job.key, "prompt": output.prompt}
     if output.prompt is None:
-        row |= job.prompt | job.said
+        row |= job.prompt | job.about_audio
     completions = [_completion_row(completion) for completion in output.outputs]
     row |= completions[0] | {
         "prompt_tokens": len(output.prompt_token_ids),
@@ -268,10 +267,10 @@ class Output:
             if Path(path).exists() and not Path(path).is_file():  # a pipe or a device: nothing to resume
                 self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
                 return
-            held = Path(path).read_bytes() if Path(path).exists() else b""
-            if held and not resume:
+            earlier = Path(path).read_bytes() if Path(path).exists() else b""
+            if earlier and not resume:
                 raise UsageError(f"{path} is not empty: give --resume to finish it, or another --output")
-            whole = held[: held.rfind(b"\n") + 1]
+            whole = earlier[: earlier.rfind(b"\n") + 1]
             finished = _finished(path, whole)
             for job in jobs:
                 if finished.get(job.index, job.key) != job.key:
@@ -281,7 +280,7 @@ class Output:
                         "--output"
                     )
             self.left = [job for job in jobs if job.index not in finished]
-            self._file = open(path, "r+" if held else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._file = open(path, "r+" if earlier else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
             self._file.truncate(len(whole))
             self._file.seek(0, os.SEEK_END)
             self.file = Path(path).resolve()

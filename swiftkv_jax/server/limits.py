@@ -92,8 +92,8 @@ class Limits:
         except ApiError as error:
             await answer.error(error)
         except HTTPException as error:
-            said = {404: "no such route", 405: f"this route does not take {clip(scope['method'], 16)}"}
-            known = ApiError(error.status_code, said.get(error.status_code, "bad request"))
+            messages = {404: "no such route", 405: f"this route does not take {clip(scope['method'], 16)}"}
+            known = ApiError(error.status_code, messages.get(error.status_code, "bad request"))
             await answer.error(known, error.headers or {})
         except ClientDisconnect:
             return

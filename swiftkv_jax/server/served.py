@@ -109,10 +109,10 @@ class Models:
     def how_far(self) -> str:
         """`progress` in words, with the seconds left if the other programs take as long as those so far."""
         done, total = self.progress
-        said = f"{done} of {total} programs"
+        count = f"{done} of {total} programs"
         if not done:
-            return said
-        return f"{said}, about {(total - done) * (time.monotonic() - self._began) / done:.0f} s left"
+            return count
+        return f"{count}, about {(total - done) * (time.monotonic() - self._began) / done:.0f} s left"
 
     @property
     def warm(self) -> bool:

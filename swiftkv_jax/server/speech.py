@@ -114,13 +114,13 @@ class Listener:
 
     def _previous(self, call: SpeechCall) -> Sequence[int]:
         """Token ids of the text before the audio, at most as many as the model was trained on."""
-        said = (call.body.prompt or "").strip()
-        if not said:
+        text = (call.body.prompt or "").strip()
+        if not text:
             return ()
         if self.llm.tokenizer is None:
             raise UsageError("prompt is text, and this model has no tokenizer")
         most = self.llm.settings.max_model_len // 2 - 1
-        return self.llm.tokenizer.encode(f" {said}", add_special_tokens=False)[-most:]
+        return self.llm.tokenizer.encode(f" {text}", add_special_tokens=False)[-most:]
 
     def _requests(
         self, call: SpeechCall, recording: speech.Recording, language: str | None, previous: Sequence[int]
