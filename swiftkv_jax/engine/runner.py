@@ -78,7 +78,7 @@ class DecodeLaunch:
     """A decode loop that was sent to the device and not yet read; another can be sent behind it.
 
     Attributes:
-      rows: the sequences, row by row. sampled: [steps, Q], `each` steps per turn.
+      rows: the sequences, row by row. sampled: [steps, Q], `each` steps per iteration.
       mode: the sampling mode.
     """
 
@@ -96,7 +96,7 @@ class DecodeLaunch:
             room = sequence.request.max_length - sequence.length - 1
             rows.append([])
             for known, i in enumerate(np.flatnonzero(sampled.token[:, row] != NO_ID).tolist()):
-                # A turn begins with a token that is no draft; as many are drafted as there is room for.
+                # An iteration begins with a token that is no draft; as many are drafted as there is room for.
                 guessed = i % self.each > 0
                 drafted = 0 if guessed else min(self.each - 1, room - known)
                 rows[-1].append(_choice(sampled, (i, row), guessed, drafted))
@@ -145,12 +145,8 @@ class Runner:
         self._make_pools()
         self.role = role or Single()
         self.fewest_rows = 1
-        self.lanes, self.budget, self.exits = (
-            settings.max_num_seqs,
-            settings.max_num_batched_tokens,
-            settings.exits,
-        )
-        self._fixed = settings.batch_invariant
+        self.lanes, self.budget = settings.max_num_seqs, settings.max_num_batched_tokens
+        self.exits, self._fixed = settings.exits, settings.batch_invariant
         self.modes = MODES[-1:] if self._fixed else MODES
         self._accelerated = dispatch.device()[0] != "cpu"
         self._each = self.exits.each if self.exits else 1
@@ -248,10 +244,9 @@ class Runner:
         """Send the tokens that an auxiliary model reads; return the model's own work and its size."""
         ahead = [item for item in work if item.ahead]
         if ahead:
-            rows, starts = [item.sequence for item in ahead], [item.sequence.cached for item in ahead]
-            parts = [
-                (n, item.sequence.slice(n, n + item.ahead)) for n, item in zip(starts, ahead, strict=True)
-            ]
+            rows = [item.sequence for item in ahead]
+            spans = [(item.sequence, item.sequence.cached, item.ahead) for item in ahead]
+            parts = [(start, sequence.slice(start, start + count)) for sequence, start, count in spans]
             tokens = array_size(sum(item.ahead for item in ahead), size)
             sizes = itertools.product(self._counts(len(rows)), self._sizes_from(tokens))
             count, tokens = next(s for s in sizes if self._is_ready("ahead", *s))
