@@ -261,10 +261,9 @@ class Engine:
             self.stats.decode_seconds += seconds
         if self.stats.decoded_steps > decoded:
             self.stats.decode_host_seconds += seconds - self._waited
-        preemptions, queries, hits = self.scheduler.counted()
-        self.stats.preemptions += preemptions
-        self.stats.prefix_queries += queries
-        self.stats.prefix_hits += hits
+        for name in ("preemptions", "prefix_queries", "prefix_hits"):
+            setattr(self.stats, name, getattr(self.stats, name) + getattr(self.scheduler, name))
+            setattr(self.scheduler, name, 0)
         changed, self._changed = list(self._changed.values()), {}
         for group in changed:
             if group.finished:

@@ -111,12 +111,6 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def counted(self) -> tuple[int, int, int]:
-        """Preemptions, tokens looked up in the prefix cache, and tokens found there, since the last call."""
-        counts = self.preemptions, self.prefix_queries, self.prefix_hits
-        self.preemptions = self.prefix_queries = self.prefix_hits = 0
-        return counts
-
     def in_order(self) -> list[Sequence]:
         """The running sequences, the most urgent first; equally urgent ones in order of arrival."""
         return sorted(self.running.values(), key=lambda each: (each.request.priority, each.number))

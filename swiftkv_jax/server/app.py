@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Router
+from starlette.routing import Route, Router
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.llm import LLM
@@ -43,7 +43,7 @@ class Api:
         self.metrics = self.models.first.metrics
         self._created = int(time.time())
         self.operations = self._all_operations()
-        routes = [operation.route() for operation in self.operations]
+        routes = [Route(o.path, o.handler, methods=[o.method]) for o in self.operations]
         router = Router(routes, redirect_slashes=False, lifespan=self._lifespan)
         self.asgi = Limits(router, settings, lambda: self.models.draining)
         self._refusals: Counter[int] = Counter()

@@ -66,12 +66,16 @@ _COUNTS = {
 
 
 class Metrics(Collector):
-    """One registry, filled by the engine's thread and read by `/metrics`."""
+    """One registry, filled by the engine's thread and read by `/metrics`.
+
+    Attributes:
+      compilations: programs compiled, or read from the compilation cache, since this object was made.
+    """
 
     def __init__(self, llm: LLM, settings: HttpSettings):
         self._names = (settings.model_name, "0")
         self._registry, self._prefix = CollectorRegistry(), settings.metrics_prefix
-        self._stats, self._tokens, self._compiled = Stats(), 0, 0
+        self._stats, self._tokens, self.compilations = Stats(), 0, 0
         self._plan = llm.model.plan
         gauges = {
             "num_requests_running": "sequences in the batch",
@@ -115,12 +119,7 @@ class Metrics(Collector):
         return {value: metric.labels(*self._names, value) for value in values}
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        self._compiled += event == _COMPILED
-
-    @property
-    def compilations(self) -> int:
-        """Programs compiled, or read from the compilation cache, since this object was made."""
-        return self._compiled
+        self.compilations += event == _COMPILED
 
     def all(self) -> Iterator[Metric]:
         """Every metric with its current samples."""
@@ -168,7 +167,7 @@ class Metrics(Collector):
         own = stats.prompt_tokens - stats.auxiliary_tokens - stats.prompt_survivors
         skipped = stats.auxiliary_tokens * plan.num_layers + own * plan.skipped_layers
         values["prefill_tokens_skipped"] = skipped, "layers skipped by prompt tokens, summed over tokens"
-        values["compilations"] = (self._compiled, "programs compiled; constant once the server is warm")
+        values["compilations"] = (self.compilations, "programs compiled; constant once the server is warm")
         values["log_lines_dropped"] = logs.dropped(), "log lines dropped: stderr was not read in time"
         for name, (value, text) in values.items():
             family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=_LABELS)

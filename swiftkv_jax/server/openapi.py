@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from swiftkv_jax.server.errors import MAX_MESSAGE
 
@@ -54,9 +53,6 @@ class Operation:
     @property
     def method(self) -> str:
         return "GET" if self.body is None else "POST"
-
-    def route(self) -> Route:
-        return Route(self.path, self.handler, methods=[self.method])
 
 
 def describe(operations: Iterable[Operation], keyed: bool, unguarded: Collection[str]) -> dict:
