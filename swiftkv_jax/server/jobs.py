@@ -280,7 +280,7 @@ class Output:
                         "--output"
                     )
             self.left = [job for job in jobs if job.index not in finished]
-            self._file = open(path, "r+" if earlier else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._file = open(path, "r+" if earlier else "w", encoding="utf-8")  # noqa: SIM115 (see `close`)
             self._file.truncate(len(whole))
             self._file.seek(0, os.SEEK_END)
             self.file = Path(path).resolve()
