@@ -203,7 +203,7 @@ def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
     """Load the model, and --compare's, and make OpenAI's API for them."""
     from swiftkv_jax.server.app import Api
 
-    folders = {settings.model_name: None}
+    folders: dict[str, str | None] = {settings.model_name: None}
     folders |= {http.model_name(args.compare): args.compare} if args.compare else {}
     say = _say(args)
     with working(say, f"loading   {' and '.join(folders)}", TELL_S):
