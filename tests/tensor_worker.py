@@ -29,12 +29,7 @@ OLMO2 = ModelConfig(
     **SIZES, num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_whole=True, norm_after=True, family="olmo2"
 )
 GPT2 = ModelConfig(
-    **SIZES,
-    **FAMILIES["gpt2"].fields,
-    num_heads=4,
-    num_kv_heads=4,
-    family="gpt2",
-    tie_word_embeddings=True,
+    **SIZES, **FAMILIES["gpt2"].fields, num_heads=4, num_kv_heads=4, family="gpt2", tie_word_embeddings=True
 )
 PLANS = {
     "standard": skv.KVPlan.standard(3),

@@ -98,15 +98,16 @@ def unit_edges() -> set[tuple[str, str]]:
     return {(unit(a), unit(b)) for a, b in edges() if unit(a) != unit(b)}
 
 
-def test_every_unit_has_a_level():
+def test_every_unit_has_a_level_and_imports_point_down_and_in_no_circle():
     units = {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in python_files("swiftkv_jax")}
     assert units - {"__init__"} <= set(LEVEL)
     assert len(list(LIBRARY.glob("*.py"))) <= ROOT_MODULES
-
-
-def test_imports_point_down():
     wrong = sorted((a, b) for a, b in unit_edges() if b != "kernels" and LEVEL[a] < LEVEL[b])
-    assert not wrong
+    assert not wrong and not unit_edges() & STRANGERS
+    graph: dict[str, set[str]] = {}
+    for here, there in edges():
+        graph.setdefault(here, set()).add(there)
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_the_documented_import_order_is_this():
@@ -114,17 +115,6 @@ def test_the_documented_import_order_is_this():
     listed = re.findall(r"^\| \d \| (.+) \|$", text, re.M)
     names = [re.findall(r"\w+", re.sub(r"\(.*?\)", "", one, flags=re.S)) for one in listed]
     assert list(map(sorted, names)) == [sorted(level.split()) for level in LEVELS]
-
-
-def test_distill_and_engine_do_not_import_each_other_and_analysis_imports_neither():
-    assert not unit_edges() & STRANGERS
-
-
-def test_files_import_each_other_in_no_circle():
-    graph: dict[str, set[str]] = {}
-    for here, there in edges():
-        graph.setdefault(here, set()).add(there)
-    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_kernels_import_jax_only():
@@ -320,10 +310,6 @@ def reads(skip: ast.ClassDef) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 
-def test_the_config_tests_find_the_config_classes():
-    assert {"ModelConfig", "KVPlan"} <= {node.name for _, node in config_classes()}
-
-
 def parameters(function: str) -> set[str]:
     """The parameters of every function of that name."""
     nodes = (node for path in python_files("swiftkv_jax") for node in ast.walk(tree(path)))
@@ -360,22 +346,6 @@ def readme_tree(text: str) -> list[str]:
         if names[0].endswith("/"):
             trail.append((indent, names[0]))
     return paths
-
-
-def test_readme_tree_is_read_as_drawn():
-    text = """What it is.
-```
-train.py        distil
-swiftkv_jax/
-  a.py b.py     level 0
-  engine/       serve
-    run.py
-tests/          laws
-```
-"""
-    want = "train.py swiftkv_jax/ swiftkv_jax/a.py swiftkv_jax/b.py swiftkv_jax/engine/"
-    want += " swiftkv_jax/engine/run.py tests/"
-    assert readme_tree(text) == want.split()
 
 
 def test_readme_tree_equals_the_disk():

@@ -16,6 +16,7 @@ from swiftkv_jax.audio import AudioSettings
 from swiftkv_jax.common.errors import UsageError
 
 WHISPER = AudioSettings()
+
 WAVS = Path(__file__).with_name("wavs")
 
 
@@ -44,21 +45,6 @@ def test_a_wav_file_comes_back_as_its_samples(width, tmp_path):
     got = audio.load(tmp_path / "a.wav", 16_000)
     np.testing.assert_allclose(got, want, atol=2.0 ** (2 - 8 * width) + 1e-6)
     np.testing.assert_array_equal(audio.load(wav(want, 16_000, width), 16_000), got)
-
-
-def test_floats_streams_and_extensible_headers_are_read():
-    want = tone(0.05, 16_000)
-    head = struct.pack("<HHIIHH", 3, 1, 16_000, 64_000, 4, 32)
-    body = want.astype("<f4").tobytes()
-    plain = b"RIFF\xff\xff\xff\xffWAVEfmt " + struct.pack("<I", 16) + head
-    stream = plain + b"LIST\x03\x00\x00\x00abc\x00data\xff\xff\xff\xff" + body
-    np.testing.assert_array_equal(audio.load(stream, 16_000), want)
-    guid = struct.pack("<HHIH", 22, 32, 4, 3) + bytes(14)
-    extensible = struct.pack("<H", 0xFFFE) + head[2:] + guid
-    whole = b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", len(extensible)) + extensible
-    np.testing.assert_array_equal(
-        audio.load(whole + b"data" + struct.pack("<I", len(body)) + body, 16_000), want
-    )
 
 
 WRITTEN = {  # by soundfile 0.14 (libsndfile 1.2) and ffmpeg 9.0 from source.wav: the largest difference
@@ -110,7 +96,7 @@ def test_samples_that_are_not_finite_are_named(value, channels):
     head = struct.pack("<HHIIHH", 3, channels, 16_000, 128_000 * channels, 8 * channels, 64)
     file = b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", 16) + head + b"data\0\0\0\0" + samples.tobytes()
     for sound in (samples, 16_000), file:
-        with pytest.raises(UsageError, match=r"voice: 2 of 100 samples .* number 7 "):
+        with pytest.raises(UsageError):
             audio.read(sound, "voice")
 
 

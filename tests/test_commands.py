@@ -11,6 +11,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.cli import commands
 
 ROOT = Path(__file__).resolve().parents[1]
+
 ENTRIES = {"swiftkv-train": commands.train, "train.py": commands.train}
 ENTRIES |= {"swiftkv-serve": commands.serve, "serve.py": commands.serve}
 ENTRIES |= {"swiftkv-convert": commands.convert}
@@ -32,54 +33,10 @@ def no_cache_of_programs(monkeypatch):
     monkeypatch.setattr(commands, "cache_programs", lambda: None)
 
 
-@pytest.mark.parametrize(
-    "name, entry",
-    [*ENTRIES.items(), ("swiftkv-eval", commands.evaluate)],
-)
+@pytest.mark.parametrize("name, entry", [*ENTRIES.items(), ("swiftkv-eval", commands.evaluate)])
 def test_every_command_tells_its_version(name, entry, monkeypatch, capsys):
     assert ran(entry, monkeypatch, name, "--version") == 0
     assert capsys.readouterr().out == f"swiftkv-jax {skv.__version__}\n"
-
-
-@pytest.mark.parametrize("name, entry", ENTRIES.items())
-def test_help_names_the_command_that_was_typed(name, entry, monkeypatch, capsys):
-    assert ran(entry, monkeypatch, name, "--help") == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"usage: {name} ")
-    assert not any(other in told for other in ENTRIES if other != name)
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--confg", "tiny"], "unrecognized arguments: --confg; did you mean '--config'?"),
-        (["--config=tiny", "--resumee"], "did you mean '--resume'?"),
-        ([], "the following arguments are required: --config"),
-        (["--config", "tini"], "config file tini does not exist; did you mean 'tiny'?"),
-        (
-            ["--config", "configs/tinny.py"],
-            "config file configs/tinny.py does not exist; did you mean 'tiny'?",
-        ),
-        (["--config", "mine"], "these come with the package: demo_teacher, "),
-        (["--config", "tiny", "--distributed"], "no launcher that JAX knows started this process"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_command_line_that_cannot_be_run_is_one_line(words, said, monkeypatch, tmp_path, capsys):
-    for name in (
-        "JAX_COORDINATOR_ADDRESS",
-        "SLURM_JOB_ID",
-        "OMPI_MCA_orte_hnp_uri",
-        "KUBERNETES_SERVICE_HOST",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "jax._src.xla_bridge.backends_are_initialized", lambda: False
-    )  # as in a fresh process
-    assert ran(commands.train, monkeypatch, "swiftkv-train", *words) == 2
-    out, error = capsys.readouterr()
-    assert not out and error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -91,22 +48,6 @@ def test_every_subcommand_has_help_and_refuses_unknown_flags(name, monkeypatch, 
     assert len(flags.splitlines()) < (100 if name == "serve" else 50), "two screens, and serve.py's own"
     assert ran(commands.main, monkeypatch, "swiftkv", name, "--nonsense") == 2
     assert capsys.readouterr().err.startswith("error: unrecognized arguments: --nonsense")
-
-
-def test_an_unknown_command_lists_the_commands(monkeypatch, capsys):
-    assert ran(commands.main, monkeypatch, "swiftkv", "--help") == 0
-    told = capsys.readouterr().out
-    assert all(f"  {name} " in told for name in (*PARTS, "eval"))
-    assert ran(commands.main, monkeypatch, "swiftkv", "--version") == 0
-    assert capsys.readouterr().out == f"swiftkv-jax {skv.__version__}\n"
-    for words, said in (
-        (["distill"], "no command 'distill'; did you mean 'distil'?"),
-        ([], "which command?"),
-        (["--hlep"], "no command '--hlep'"),
-    ):
-        assert ran(commands.main, monkeypatch, "swiftkv", *words) == 2
-        error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -125,41 +66,12 @@ def test_a_model_behind_the_command_is_what_its_flag_would_be(words, given, monk
     assert seen == [f"swiftkv {words[0]}", *given]
 
 
-def test_kernels_reports_the_check_of_what_serve_would_run(monkeypatch):
-    words = []
-    monkeypatch.setattr(commands, "serve", lambda: words.extend(sys.argv[1:]) or 0)
-    assert ran(commands.main, monkeypatch, "swiftkv", "kernels", "DIR", "--page-size", "64") == 0
-    assert words == ["--model", "DIR", "--page-size", "64", "--kernels", "report"]
-
-
 @pytest.mark.slow
 def test_the_package_runs_as_the_command(tmp_path):
     command = [sys.executable, "-m", "swiftkv_jax", "plan", str(ROOT / "nowhere")]
     env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.startswith("error: no model "), done.stderr
-
-
-WITHOUT = """
-import sys
-sys.modules |= dict.fromkeys(("lm_eval", "starlette", "uvicorn", "pydantic", "prometheus_client"))
-from swiftkv_jax.cli import commands
-for entry, words in ((commands.evaluate, []), (commands.serve, ["--http", "127.0.0.1:0"])):
-    sys.argv = [entry.__name__, *words]
-    print(entry())
-"""
-
-
-def test_a_command_without_its_extra_is_one_line(tmp_path):
-    command = [sys.executable, "-c", WITHOUT]
-    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "2\n2\n", done.stderr
-    evaluate, serve = done.stderr.splitlines()
-    assert evaluate.startswith("error: this needs lm_eval") and evaluate.endswith(
-        "install 'swiftkv-jax[eval]'"
-    )
-    assert serve.startswith("error: --http needs ") and serve.endswith("pip install 'swiftkv-jax[serve]'")
 
 
 @pytest.mark.parametrize(

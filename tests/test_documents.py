@@ -25,7 +25,7 @@ import yaml
 from documents import DOCUMENTS, ROOT, Code, found
 from hub_made import Hub
 from markdown_it import MarkdownIt
-from tiny_models import tiny
+from tiny_models import WORDS, tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
@@ -46,10 +46,6 @@ SERVER = "http://127.0.0.1:8000"  # as the documents have it
 TEACHER = "meta-llama/Llama-3.1-8B-Instruct"
 ENCODERS = {"google/flan-t5-small": "t5", "openai/whisper-base": "whisper"}  # tiny here
 SMALLER = {"num_layers=32, split=16": "num_layers=4, split=2"}  # as deep as the tiny model is
-CONFIG = skv.ModelConfig(
-    vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2, num_kv_heads=1,
-    head_dim=8, max_position_embeddings=128,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +53,16 @@ def place(tmp_path_factory) -> Path:
     """A folder with what the documents speak of, by their names for it."""
     here = tmp_path_factory.mktemp("place")
     teacher, student = here / "demo" / "teacher", here / "runs" / "tiny_exit" / "export"
-    plan, exiting = skv.KVPlan.swiftkv(4, 2), dataclasses.replace(CONFIG, exit_head=True)
-    for folder, model in ((teacher, tiny(CONFIG, skv.KVPlan.standard(4))), (student, tiny(exiting, plan))):
+    plan, exiting = skv.KVPlan.swiftkv(4, 2), dataclasses.replace(WORDS, exit_head=True)
+    for folder, model in ((teacher, tiny(WORDS, skv.KVPlan.standard(4))), (student, tiny(exiting, plan))):
         skv.save_pretrained(make_tokenizer(folder, CHATML), *model)
-    base, params = tiny(CONFIG, skv.KVPlan.standard(4))
+    base, params = tiny(WORDS, skv.KVPlan.standard(4))
     auxiliary, kept = skv.layer_pruned(base, params, (0, 2))
     pair = skv.Predicted(base, auxiliary, skv.Prediction.nearest(4, (0, 2)))
     parts = {"base": params, "auxiliary": kept, "predictor": predict.identity(pair)}
     skv.save_pretrained(here / "runs" / "pair", pair, parts, base=teacher)
     (here / "runs" / "llama8b").symlink_to("tiny_exit")
-    make_tokenizer(encoder_models.save("t5", here / "t5", vocab_size=CONFIG.vocab_size))
+    make_tokenizer(encoder_models.save("t5", here / "t5", vocab_size=WORDS.vocab_size))
     make_tokenizer(encoder_models.save("whisper", here / "whisper"))
     transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1).save_pretrained(here / "whisper")
     (here / "DIR").symlink_to(teacher)
@@ -96,6 +92,7 @@ def server(place) -> Iterator[str]:
         child.communicate()
 
 
+@pytest.mark.slow("docs/api.md", "docs/comparison.md", "docs/quickstart.md", "docs/serving.md")
 @pytest.mark.parametrize("document", sorted({each.document for each in FOUND if each.kind == "python"}))
 def test_the_python_blocks_of_a_document_run_one_after_the_other(
     document, place, server, tmp_path, monkeypatch

@@ -85,6 +85,8 @@ def test_encoder_and_logits_equal_transformers_before_and_after_a_round_trip(nam
 
 
 CHUNKS = (5, 1, 1, 7, 3)
+
+
 SEEDS = 12
 
 

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 import tiny_engine as tiny
 
-import swiftkv_jax as skv
-from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.config.model import plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.core.matrices import hadamard
@@ -105,16 +102,3 @@ def test_weights_with_a_scale_are_transformed_with_it():
         for each in (scaled, whole)
     ]
     jax.tree.map(np.testing.assert_array_equal, *made)
-
-
-def test_a_checkpoint_neither_gets_nor_names_rows_as_an_engine_stores_them(tmp_path):
-    model, params = tiny.make_model(tiny.PLANS["standard"].stored_as("x"), **FREE)
-    with pytest.raises(UsageError, match="save the model that the engine was made from"):
-        skv.save_pretrained(tmp_path / "served", *hadamard_inputs(model, params))
-    assert not (tmp_path / "served").exists()
-    with pytest.raises(UsageError, match="no form 'hadamard_x'; known: kv, k, v, x"):
-        to_slim(*tiny.make_model(tiny.PLANS["standard"], **FREE), "hadamard_x")
-    raw = {"model_type": "gpt2", "num_hidden_layers": model.plan.num_layers}
-    forms = {"version": 1, "forms": ["hadamard_x"] * model.plan.num_layers}
-    with pytest.raises(UsageError, match="no form 'hadamard_x'; known: kv, k, v, x"):
-        plan_from_hf(raw | {"slim_attention": forms})

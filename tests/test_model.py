@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ODD, PLAIN, tiny
+from tiny_models import ODD, PLAIN, sized, tiny
 
-from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import weights
@@ -327,15 +326,7 @@ def test_the_flax_module_is_the_plain_functions():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), filled, own)
 
 
-LLAMA_8B = ModelConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-)
+LLAMA_8B = sized(128256, 4096, 14336, 32, 32, 8, 128)
 
 
 @pytest.mark.parametrize(

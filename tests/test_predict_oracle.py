@@ -5,8 +5,6 @@ their projections, linear maps turn them into the base's, the base's own key nor
 keys, and transformers' cache and attention do the rest.
 """
 
-import dataclasses
-
 import hf_models
 import jax
 import jax.numpy as jnp
@@ -19,15 +17,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import Prediction
-from swiftkv_jax.core import predict, weights
+from swiftkv_jax.core import predict
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import logits
-from swiftkv_jax.core.layers import rms_norm, rotary, rotate
 from swiftkv_jax.core.loop import step
 from swiftkv_jax.core.predict import Caches, Predicted
 
 PROMPT, NEW = 23, 16
-PREDICT_ROWS = predict.predict_rows
 # (family, fields of the base, fields of the auxiliary, reads, tail)
 CASES = {
     "llama_of_other_width": (
@@ -173,7 +169,7 @@ def test_prompt_and_sixteen_generated_tokens_equal_the_oracle(both):
 def test_the_definition_equals_the_oracle_at_every_prompt_length(both):
     oracle, model, params = both
     if oracle.tail > 1:
-        with pytest.raises(UsageError, match="a tail of 3 tokens"):
+        with pytest.raises(UsageError, match="tail"):
             predict.forward(model, params, jnp.zeros((1, 4), jnp.int32))
         return
     prompt = hf_models.tokens(PROMPT, 1)[0]
@@ -191,41 +187,6 @@ def test_replaced_rows_are_read_at_a_tokens_own_place_too(both):
     x = jax.jit(predict.forward, static_argnames=("model", "own"))(model, params, prompt[None], own=False)
     got = np.asarray(logits(model.base, params["base"], x))[0]
     np.testing.assert_allclose(got[-1], _replaced(oracle, prompt), rtol=0, atol=1e-4)
-
-
-def _normed_before(model, params, given):
-    """The auxiliary's keys with its own norm, as its attention reads them but for the rotation."""
-    config, (keys, values) = model.auxiliary.config, given
-    gains = [weights.row(params["auxiliary"], read)["k_norm"] for read in model.prediction.reads]
-    heads = keys.reshape(*keys.shape[:-1], -1, config.head_dim)
-    normed = [rms_norm(row, gain, config.rms_norm_eps) for row, gain in zip(heads, gains, strict=True)]
-    return PREDICT_ROWS(model, params, (jnp.stack(normed).reshape(keys.shape), values))
-
-
-def _turned_before(model, params, given):
-    config, (keys, values) = model.auxiliary.config, given
-    heads = keys.reshape(*keys.shape[:-1], -1, config.head_dim)
-    at = rotary(config, jnp.arange(keys.shape[2])[None], config.max_position_embeddings)
-    return PREDICT_ROWS(model, params, (rotate(heads, at).reshape(keys.shape), values))
-
-
-@pytest.mark.slow("map-qwen3_norms", "nothing-qwen3_norms", "own row-qwen3_norms")
-@pytest.mark.parametrize("both", ["qwen3_norms"], indirect=True)
-@pytest.mark.parametrize("broken", ["nothing", "norm", "rotation", "map", "own row"])
-def test_the_reference_test_fails_for_each_injected_mistake(both, broken, monkeypatch):
-    """The pair is the one with key norms. (Scaled keys would prove nothing: the base's norm hides them.)"""
-    oracle, model, params = both
-    prompt = hf_models.tokens(PROMPT, 1)[0]
-    wrong = {"norm": _normed_before, "rotation": _turned_before}.get(broken, PREDICT_ROWS)
-    monkeypatch.setattr(predict, "predict_rows", wrong)
-    if broken == "map":
-        first, *rest = model.prediction.reads
-        model = dataclasses.replace(model, prediction=Prediction((1 - first, *rest)))
-    own = broken != "own row"
-    x = jax.jit(lambda params, tokens: predict.forward(model, params, tokens, own=own))(params, prompt[None])
-    got = np.asarray(logits(model.base, params["base"], x))[0, -1]
-    apart = np.abs(got - oracle.generate(prompt)[1][0]).max()
-    assert apart < 1e-4 if broken == "nothing" else apart > 1e-2
 
 
 @torch.no_grad()

@@ -17,17 +17,15 @@ from swiftkv_jax.core import predict, sharding, weights
 from swiftkv_jax.core.model import Transformer
 
 QUICK = ["swiftkv (2, 2, 2)", "generate (2, 2, 2)", "guess (2, 2, 2)"]
-LONG = [
-    "predictor (2, 2, 2)",
-    "predictor (1, 2, 1, 4)",
-    "all (2, 2, 2)",
-    "swiftkv (1, 2, 1, 4)",
-    "all (1, 2, 1, 4)",
-]  # data, fsdp, tensor, context
+LONG = [f"{name} (1, 2, 1, 4)" for name in ("predictor", "swiftkv", "all")]  # data, fsdp, tensor, context
+LONG += ["predictor (2, 2, 2)", "all (2, 2, 2)"]
 CONTEXTS = ["(1, 1, 1, 4)", "(1, 1, 2, 2)"]  # of four devices
 LONG += ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
-LONG += [f"{kind} {mesh}" for kind in ("swiftkv", "all", "generate") for mesh in ("(8, 1, 1)", "(1, 8, 1)")]
+LONG += ["swiftkv (8, 1, 1)", "all (1, 8, 1)", "generate (1, 8, 1)"]
 
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
+)
 FURTHEST = 3e-5  # of any one parameter after three steps of 1e-3; 1.3e-5 was seen
 
 
@@ -80,25 +78,14 @@ def test_splash_on_a_mesh_is_the_definition(window):
 
 
 def test_every_weight_has_as_many_axis_letters_as_dimensions():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 4}
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    config = ModelConfig(**sizes, **heads, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
+    config = dataclasses.replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
     for weight in jax.tree.leaves(weights.weights(config, KVPlan.swiftkv(4, 2))):
         assert len(weight.axes.split()) == len(weight.shape), weight
 
 
 def test_a_predictor_is_cut_over_both_axes_of_its_maps():
     """Else the largest, of 70B <- 8B, lies whole on every device, with its optimiser's state."""
-    config = ModelConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-    )
-    model = Transformer(config, KVPlan.standard(4))
+    model = Transformer(CONFIG, KVPlan.standard(4))
     pair = predict.Predicted(model, model, Prediction((0, 1, 2, 3)))
     mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), sharding.MESH_AXES)
     for kernel in (p["kernel"] for p in predict.described(pair)["predictor"]["rows"][0].values()):
@@ -122,15 +109,6 @@ def test_a_mesh_that_does_not_match_the_devices_says_so(axes):
         sharding.make_mesh(**axes, devices=jax.devices()[:1])
 
 
-def test_minus_one_takes_what_is_left():
-    assert dict(sharding.make_mesh(fsdp=-1, devices=jax.devices()[:1]).shape) == {
-        "data": 1,
-        "fsdp": 1,
-        "context": 1,
-        "tensor": 1,
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """A TPU v4 chip as `mesh_utils` sees it: four on a host, 2 x 2 x 1 of the torus."""
@@ -151,6 +129,11 @@ def chips(x: int, y: int, z: int, slices: int = 1) -> list[Chip]:
     ]
 
 
+def test_minus_one_takes_what_is_left():
+    mesh = sharding.make_mesh(fsdp=-1, data=2, devices=chips(2, 2, 2))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "context": 1, "tensor": 1}
+
+
 def test_the_innermost_axis_is_a_ring_of_the_torus():
     """Four chips of one host, which are the first four in order, would be a square."""
     mesh = sharding.make_mesh(fsdp=16, tensor=4, devices=chips(4, 4, 4))
@@ -160,21 +143,12 @@ def test_the_innermost_axis_is_a_ring_of_the_torus():
 
 
 @pytest.mark.parametrize(
-    ("axes", "between"),
-    [({"fsdp": 8, "tensor": 4}, "fsdp"), ({"data": 2, "fsdp": 4, "tensor": 4}, "data")],
+    ("axes", "between"), [({"fsdp": 8, "tensor": 4}, "fsdp"), ({"data": 2, "fsdp": 4, "tensor": 4}, "data")]
 )
 def test_the_outermost_axis_goes_between_slices(axes, between):
     mesh = sharding.make_mesh(**axes, devices=chips(2, 2, 4, slices=2))
     halves = np.split(mesh.devices, 2, axis=sharding.MESH_AXES.index(between))
     assert [{chip.slice_index for chip in half.flat} for half in halves] == [{0}, {1}]
-
-
-def test_devices_that_are_no_such_mesh_are_refused_in_one_line():
-    with pytest.raises(UsageError, match=r"cannot be shared out over 3 slices or hosts"):
-        sharding.make_mesh(fsdp=2, tensor=2, devices=chips(2, 2, 1, slices=3)[::3])
-    with pytest.raises(UsageError, match=r"these 3 devices cannot be the mesh") as refused:
-        sharding.make_mesh(fsdp=3, devices=chips(2, 2, 1)[:3])
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

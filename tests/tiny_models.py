@@ -24,6 +24,17 @@ ODD = ModelConfig(
 )
 
 
+def sized(
+    vocab: int, width: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **more
+) -> ModelConfig:
+    """A config of these sizes."""
+    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": ffn, "num_layers": layers}
+    return ModelConfig(**sizes, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **more)
+
+
+WORDS = sized(300, 16, 24, 4, 2, 1, 8, max_position_embeddings=128)  # for the tokenizer of tokenizers_made.py
+
+
 def random_params(config: ModelConfig, plan: KVPlan, seed: int = 0):
     """Numpy parameters: kernels keep the scale of the stream, gains spread around 1, biases around 0."""
     random = np.random.default_rng(seed)

@@ -87,8 +87,7 @@ def test_the_step_that_trains_a_predictor_fits(config, where, trained):
 
 
 @pytest.mark.parametrize(
-    "config",
-    ["llama3_2_1b", "qwen2_5_0_5b", "qwen2_5_1_5b", "qwen3_0_6b", "qwen3_4b", "smollm2_1_7b"],
+    "config", ["llama3_2_1b", "qwen2_5_0_5b", "qwen2_5_1_5b", "qwen3_0_6b", "qwen3_4b", "smollm2_1_7b"]
 )
 def test_the_recipes_for_one_gpu_fit_an_h100(config):
     code, out, err = compile_only("--config", f"configs/{config}.py", "--topology", "h100:1x1x1")
@@ -101,12 +100,6 @@ def test_one_chip_is_too_small():
     code, out, err = compile_only("--config", "configs/llama8b.py", "--topology", "v5e:1x1")
     assert code == 1, err
     assert "not fit" in out
-
-
-def test_an_unknown_chip_is_bad_usage():
-    code, _, err = compile_only("--config", "configs/llama8b.py", "--topology", "h10:1x1x8")
-    assert code == 2
-    assert "h100" in err and len(err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("where", ["v4:2x2x1", "h100:1x1x4"])

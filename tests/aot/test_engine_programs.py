@@ -230,8 +230,7 @@ def most_operations(program: str, plan: str) -> int:
 
 @pytest.mark.parametrize("program", ["run_any", "decode"])
 @pytest.mark.parametrize(
-    ("plan", "rows"),
-    [*itertools.product(PLANS, ("bfloat16", "int8")), ("swiftkv", "float8_e4m3fn")],
+    ("plan", "rows"), [*itertools.product(PLANS, ("bfloat16", "int8")), ("swiftkv", "float8_e4m3fn")]
 )
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, program):

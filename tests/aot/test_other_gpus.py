@@ -2,7 +2,7 @@
 compiled: no weight is copied or converted, no pool either."""
 
 import pytest
-from kernel_targets import lowered, mesh_of
+from kernel_targets import mesh_of
 from test_engine_programs import (
     CONFIG,
     CONTEXT,
@@ -16,7 +16,6 @@ from test_engine_programs import (
     text_of,
 )
 
-from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 from swiftkv_jax.kernels.paged_attention.xla import ONE_TURN_BYTES
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -54,9 +53,3 @@ def test_a_t4_converts_bfloat16_weights_to_float32():
     """It multiplies no bfloat16: hence float16 above."""
     memory, *_ = compiled("t4", "decode", "bfloat16", "bfloat16")
     assert memory.temp_size_in_bytes > 0.9 * HEAD
-
-
-@pytest.mark.parametrize("chip", COMPUTED)
-def test_the_kernels_for_hopper_are_refused(chip):
-    with pytest.raises(UnsupportedError, match="needs a Hopper GPU"):
-        lowered(f"{chip}:1x1x1", "paged_attention", "llama_8b", implementation="pallas_gpu")

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_targets import TPUS, mesh_of, size
 
-from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 from swiftkv_jax.kernels.page_write import cases
 from swiftkv_jax.kernels.page_write.api import page_write
 
@@ -61,12 +60,3 @@ def test_a_pool_that_is_not_donated_is_copied():
     program = compiled("v5p", case, donate=False, implementation="pallas_tpu")
     assert program.memory_analysis().alias_size_in_bytes == 0
     assert len(made(program.as_text(), case.shapes()[0][0].data.size)) > 1
-
-
-@pytest.mark.parametrize("chip", TPUS)
-def test_float16_pages_are_left_to_xla_and_refused_by_name(chip):
-    """float16, which it does not load, is XLA's by default, and refused by name."""
-    case = cases.Case(sequences=((0, 64),), page=64, heads=8, width=128, stored="float16")
-    assert "tpu_custom_call" not in compiled(chip, case).as_text()
-    with pytest.raises(UnsupportedError, match="float16 rows: bfloat16, float32, int8, float8_e4m3fn"):
-        compiled(chip, case, implementation="pallas_tpu")

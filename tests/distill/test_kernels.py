@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from tiny_models import sized
 
 from swiftkv_jax.cli import convert, distil
 from swiftkv_jax.common import processes
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.folder import DEMO
-from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill import compile_only, kernels
 from swiftkv_jax.distill.config import (
     AttentionConfig,
@@ -28,16 +28,7 @@ from swiftkv_jax.kernels.check.machine import CPU, Machine
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 
 GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")
-MODEL = ModelConfig(
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    windows=(1 << 30, 128),
-)
+MODEL = sized(300, 64, 64, 2, 8, 4, 8, windows=(1 << 30, 128))
 RUN = Experiment(
     name="run",
     data=DataConfig(sources=("text",), seq_len=512, batch_size=4),
@@ -118,11 +109,6 @@ def test_kernels_are_not_checked_if_this_process_holds_the_tpu(asked, monkeypatc
     choose(RUN, TPU)
     choose(RUN, GPU)
     assert [more["taken"] for *_, more in asked] == [True, True]
-
-
-def test_an_unreadable_model_is_not_checked(asked):
-    missing = dataclasses.replace(RUN, architecture=None, model="/nowhere")
-    assert choose(missing, GPU)[0].gpu == "xla" and not asked
 
 
 def test_a_kv_predictor_trains_by_what_is_best_for_both_of_its_models(asked, monkeypatch):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import sized
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.ends import embed
@@ -24,16 +24,7 @@ FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}
 
 
 def teacher_of(**fields):
-    config = ModelConfig(
-        vocab_size=61,
-        hidden_size=WIDTH,
-        intermediate_size=40,
-        num_layers=LAYERS,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=HEAD,
-        **fields,
-    )
+    config = sized(61, WIDTH, 40, LAYERS, 4, 2, HEAD, **fields)
     model = Transformer(config, KVPlan.standard(LAYERS))
     params = weights.init(config, model.plan, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))

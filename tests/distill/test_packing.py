@@ -4,12 +4,10 @@ import itertools
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples_made import config, pieces_of, take, tokenizer, write
 
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
 from swiftkv_jax.distill.data.packing import Place, Sample, assemble, fill_row
 
@@ -127,16 +125,3 @@ def test_held_out_pieces_are_those_of_short_rows_whatever_the_row(tmp_path):
 
     assert predictions(long) == predictions(short) and predictions(short).total() == 14
     assert {b.tokens.shape for b in long} == {(2, 48)}
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"piece_lengths": (8, 17)}, r"data\.piece_lengths must be in \[2, 16\], not 17"),
-        ({"piece_lengths": (1,)}, r"data\.piece_lengths must be in \[2, 16\], not 1"),
-        ({"piece_lengths": (8,), "long_documents": "drop"}, "long_documents='drop' does not"),
-    ],
-)
-def test_piece_lengths_that_cannot_be_are_refused(fields, message):
-    with pytest.raises(UsageError, match=message):
-        config("nowhere.jsonl", **fields)

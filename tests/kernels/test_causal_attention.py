@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from swiftkv_jax.kernels.causal_attention import api, cudnn, native_cpu, splash, stand_in
 from swiftkv_jax.kernels.causal_attention.shards import Shards
@@ -115,15 +114,8 @@ def test_bfloat16_within_its_error(implementation):
     window=st.integers(1, 220),
 )
 def test_any_shape(tokens, parts, kv_heads, each, width, window):
-    check(
-        "native_cpu",
-        window,
-        tokens=tokens,
-        parts=parts,
-        heads=kv_heads * each,
-        kv_heads=kv_heads,
-        width=width,
-    )
+    heads = {"heads": kv_heads * each, "kv_heads": kv_heads, "width": width}
+    check("native_cpu", window, tokens=tokens, parts=parts, **heads)
 
 
 @pytest.mark.parametrize("implementation", BY)
@@ -151,14 +143,6 @@ def test_causal_attention_supports_vmap():
     )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_bad_shapes_are_named():
-    q, k, v, _, segments = arrays()
-    with pytest.raises(TypeCheckError, match="parameter 'segments'"):
-        api.causal_attention(q, k, v, segments[:, :8], ALL)
-    with pytest.raises(dispatch.UnsupportedError, match="3 query heads do not share 2 kv heads evenly"):
-        api.causal_attention(q[:, :, :3], k, v, segments, ALL)
 
 
 SPLASH = {
@@ -192,30 +176,22 @@ def test_splash_interpreted(shape, window, fused, monkeypatch):
     compare(scaled, window, **SPLASH[shape])
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"tokens": 200}, "200 tokens on a device: give a multiple of 128"),
-        ({"width": 64}, "heads of width 64: it takes multiples of 128"),
-        ({"window": jnp.int32(5)}, "a window that is known only at run time"),
-    ],
-)
-def test_splash_names_unsupported_arguments(change, reason):
-    window = change.pop("window", ALL)
-    q, k, v, _, segments = arrays(**({"tokens": 256, "width": 128, "value": 128} | change))
-    assert reason in splash.refuses(q, k, v, segments, window, scale=1.0, shards=Shards())
-    assert not splash.refuses(
-        *arrays(tokens=256, width=128, value=128)[:3], segments, ALL, scale=1.0, shards=Shards()
-    )
+@pytest.mark.parametrize("kernel", [splash, functools.partial(cudnn.refuses, capable=True)])
+def test_splash_and_cudnn_refuse_what_they_do_not_compute(kernel, monkeypatch):
+    by_cudnn, refuses = kernel is not splash, getattr(kernel, "refuses", kernel)
 
+    def refused(window=ALL, keys=128, **change) -> str:
+        how = {"tokens": 256, "width": 128, "value": 128, "dtype": "bfloat16"} | change
+        q, k, v, _, segments = arrays(**how)
+        return refuses(q, k, v[..., :keys], segments, window, scale=1.0, shards=Shards())
 
-@pytest.mark.parametrize("name", ["splash", "cudnn"])
-def test_a_kernel_missing_in_this_jax_is_a_one_line_error(name, monkeypatch):
-    module = {"splash": splash, "cudnn": cudnn}[name]
-    monkeypatch.setattr(module, "_MODULE", "jax.nowhere.to_be_found")
-    q, k, v, _, segments = arrays(tokens=256, width=128, value=128)
-    reason = module.refuses(q, k, v, segments, ALL, scale=1.0, shards=Shards())
-    assert reason == "this JAX: it has no jax.nowhere.to_be_found"
+    assert not refused()
+    if by_cudnn:
+        assert refused(window=100) and refused(dtype="float32") and refused(keys=64)
+    else:
+        assert refused(tokens=200) and refused(width=64) and refused(window=jnp.int32(5))
+    monkeypatch.setattr(cudnn if by_cudnn else splash, "_MODULE", "jax.nowhere.to_be_found")
+    assert refused() == "this JAX: it has no jax.nowhere.to_be_found"
 
 
 def runs(row) -> list[tuple[int, int]]:
@@ -318,15 +294,10 @@ def test_cudnn_is_asked_for_the_definition_of_rows_that_are_one_segment(window, 
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in others))
 
 
-def test_cudnn_names_unsupported_arguments():
+def test_cudnn_needs_a_gpu_from_hopper_on():
     q, k, v, _, segments = arrays(tokens=256, width=128, value=128, dtype="bfloat16")
-    refused = functools.partial(cudnn.refuses, scale=1.0, shards=Shards())
-    assert "windows" in refused(q, k, v, segments, 100)
-    assert "float32" in refused(q.astype("float32"), k, v, segments, ALL)
-    assert "equal multiples of 8" in refused(q, k, v[..., :64], segments, ALL)
-    assert "needs a GPU from Hopper on" in refused(q, k, v, segments, ALL)
-    assert "needs a GPU from Hopper on" in refused(q, k, v, segments, ALL, capable=False)
-    assert not refused(q, k, v, segments, ALL, capable=True)
+    for more in ({}, {"capable": False}):
+        assert "Hopper" in cudnn.refuses(q, k, v, segments, ALL, scale=1.0, shards=Shards(), **more)
 
 
 def test_the_cudnn_stand_in_keeps_shapes_and_is_gone_afterwards(monkeypatch):

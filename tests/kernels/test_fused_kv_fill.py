@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.core import layers
-from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.case import TOLERANCE
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_gpu, pallas_tpu, reference
@@ -104,36 +102,6 @@ def test_hopper_kernel_agrees_with_the_definition(name):
     agree(case, functools.partial(pallas_gpu.fused_kv_fill, **options))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"computed": "float32"}, "a float32 stream and float32 weights: both bfloat16"),
-        ({"page": 48, "live": (48,)}, "a page of 48 tokens: 16, 32, or a multiple of 64"),
-        ({"stored": "float32"}, "float32 keys and float32 values: both bfloat16 or int8 or float8_e4m3fn"),
-        ({"dim": 96}, "a stream 96 wide: a multiple of 64"),
-        ({"width": 512}, "heads 512 wide, for 296992 bytes of shared memory: at most 232448"),
-    ],
-)
-def test_the_hopper_kernel_says_what_it_supports(change, message):
-    case = cases.Case(live=(64,), page=64, dim=128, stored="bfloat16", computed="bfloat16")
-    assert pallas_gpu.refuses(*dataclasses.replace(case, **change).shapes()[0]) == message
-
-
-def test_the_tpu_kernel_says_how_many_bytes_its_smallest_blocks_take():
-    case = dataclasses.replace(cases.REAL["llama_8b"], dim=65792, heads=1, rows=(0,))  # 514 whole lanes
-    message = "rows 128 and 128 wide, for 101777408 bytes of VMEM in the smallest blocks: at most 14260633"
-    assert pallas_tpu.refuses(*case.shapes()[0]) == message
-    assert not pallas_tpu.refuses(*dataclasses.replace(case, dim=65536).shapes()[0])
-
-
-@pytest.mark.parametrize("kernel", [pallas_tpu, pallas_gpu])
-def test_keys_and_values_have_one_dtype(kernel):
-    x, makers, cos, sin, pools, *rest = cases.REAL["llama_8b"].shapes()[0]
-    assert not kernel.refuses(x, makers, cos, sin, pools, *rest)
-    pools = pools._replace(v=jax.ShapeDtypeStruct(pools.v.shape, jnp.int8))
-    assert "bfloat16 keys and int8 values: both" in kernel.refuses(x, makers, cos, sin, pools, *rest)
-
-
 def test_pieces_of_a_row_and_two_cores_agree_with_the_definition():
     case = cases.SMALL["width128"]
     agree(case, interpreted(case, pieces=2, cores=2))
@@ -184,25 +152,3 @@ def test_the_gain_may_be_folded_into_the_weights():
     np.testing.assert_allclose(k.data[:, ::-1].reshape(2, 16, 3, 8), jnp.stack(want_k), atol=1e-4)
     want_v = jnp.einsum("td,fde->fte", h, w_v)
     np.testing.assert_allclose(v.data[:, ::-1].reshape(2, 16, 24), want_v, atol=1e-3)
-
-
-def test_bad_calls_are_named():
-    x, makers, cos, sin, pools, names, live = cases.SMALL["plain"].make()[0]
-    call = functools.partial(cases.call, rows=(1, 2), eps=1e-5)
-    with pytest.raises(dispatch.UnsupportedError, match=r"names has \(2,\) where pages_of_x has \(3,\)"):
-        call(x, makers, cos, sin, pools, names[:2], live)
-    for wrong in ({"k_scale": jnp.zeros(1)}, {"v": pools.v.astype(jnp.int8)}):
-        with pytest.raises(dispatch.UnsupportedError, match="8-bit rows have scales"):
-            call(x, makers, cos, sin, pools._replace(**wrong), names, live)
-    wrong = {
-        "b_v": "b_v has (1,) where rows_v has (2, 128)",
-        "k_norm": "k_norm has (1,) where rows_cos has (2, 64)",
-    }
-    for name, message in wrong.items():
-        with pytest.raises(dispatch.UnsupportedError, match=re.escape(message)):
-            call(x, makers._replace(**{name: jnp.zeros(1)}), cos, sin, pools, names, live)
-    *_, pools, names, live = args = cases.SMALL["int8"].make()[0]
-    with pytest.raises(
-        dispatch.UnsupportedError, match=r"k has \(3, 8, 8, 32\) where k_scale has \(3, 8, 32\)"
-    ):
-        call(*args[:4], pools._replace(k_scale=pools.k_scale[:, :, 0]), names, live)

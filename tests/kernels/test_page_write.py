@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftkv_jax.kernels.common import dispatch, native
+from swiftkv_jax.kernels.common import native
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.page_write import api, native_cpu
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
@@ -170,24 +170,3 @@ def test_a_pool_of_a_gigabyte_is_written_in_place(dtype):
     memory = jax.jit(loop, donate_argnums=0).lower(pools, new, table, at).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pools))
     assert memory.temp_size_in_bytes < 8 << 20
-
-
-def test_bad_calls_are_named():
-    pool, new, at = pool_of("float32"), jnp.zeros((3, 2, 2, 12)), jnp.zeros(3, jnp.int32)
-    with pytest.raises(dispatch.UnsupportedError, match=r"new has \(2,\) where rows has \(1,\)"):
-        api.page_write(pool, new, at, at, rows=(1,))
-    with pytest.raises(dispatch.UnsupportedError, match=r"new has \(3,\) where slot has \(2,\)"):
-        api.page_write(pool, new, at, at[:2], rows=(0, 1))
-    with pytest.raises(dispatch.UnsupportedError, match=r"new has \(20,\) where the_pool has \(24,\)"):
-        api.page_write(pool, new[..., :10], at, at, rows=(0, 1))
-    with pytest.raises(
-        dispatch.UnsupportedError, match=r"new has \(3, 7, 2, 5\) where scale has \(3, 7, 1, 5\)"
-    ):
-        small = pool_of("int8")
-        api.page_write(small._replace(scale=small.scale[:, :, :1]), new, at, at, rows=(0, 1))
-    for wrong in (pool._replace(scale=pool_of("int8").scale), pool_of("int8")._replace(scale=None)):
-        with pytest.raises(dispatch.UnsupportedError, match="8-bit rows have scales, others none"):
-            api.page_write(wrong, new, at, at, rows=(0, 1))
-    with pytest.raises(dispatch.UnsupportedError, match="int32 rows: float32 or bfloat16 or"):
-        whole = Pool(pool.data.astype(jnp.int32))
-        api.page_write(whole, new, at, at, rows=(0, 1), implementation="native_cpu")

@@ -1,9 +1,7 @@
 """Tokens written into pages on TPUs, interpreted: the definition's bits where tokens belong, and everywhere
 else the bits that were there."""
 
-import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.pools import Pool, encode
-from swiftkv_jax.kernels.page_write import api, cases, pallas_tpu
+from swiftkv_jax.kernels.page_write import cases, pallas_tpu
 from swiftkv_jax.kernels.page_write.cases import Case
 
 QUICK = ("decode",)
@@ -137,25 +134,3 @@ def test_page_write_runs_end_at_page_boundaries():
     assert runs.some.tolist() == [5, 0]  # pages 3 and 5 have two runs each; page 9 is outside
     assert runs_of(page[1:4], slot[1:4]).some.tolist() == [2, 1]
     assert runs_of(page[4:6], slot[4:6]).some.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"page": 24}, "a page of 24 tokens of bfloat16: a multiple of 16"),
-        ({"page": 64, "stored": "int8"}, "a page of 64 tokens of int8: a multiple of 128"),
-        ({"stored": "float16"}, "float16 rows: bfloat16, float32, int8, float8_e4m3fn"),
-        ({"heads": 1}, "rows 64 wide: a multiple of 128"),
-        ({"sequences": ((0, 70_000),)}, "70000 tokens, for 1120000 bytes of scalar memory: at most"),
-        ({"page": 1024, "heads": 64}, r"pages of 1024 rows 4096 wide, for \d+ bytes of VMEM: at most"),
-    ],
-)
-def test_unsupported_cases_are_refused_with_a_reason(change, said):
-    case = dataclasses.replace(Case(sequences=((0, 3),)), **change)
-    assert re.match(said, pallas_tpu.refuses(*case.shapes()[0], **case.options))
-
-
-def test_a_name_of_another_platform_is_refused():
-    case = cases.SMALL["decode"]
-    with pytest.raises(dispatch.UnsupportedError, match="page_write: pallas_tpu needs a tpu, this is cpu"):
-        api.page_write(*case.make()[0], **case.options, implementation="pallas_tpu")

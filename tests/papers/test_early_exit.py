@@ -1,7 +1,5 @@
 """Figure B.1's numbers against float64 over transformers' own streams, and the command line."""
 
-import json
-
 import hf_models
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.papers import early_exit
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.surgery import to_swiftkv
 
@@ -65,42 +62,3 @@ def test_confidence_bins_equal_hand_computed_ones():
     np.testing.assert_allclose(share, np.array([2, 1, 1, 2]) / 6)
     np.testing.assert_allclose(right, [0.5, 1, 0, 1])
     assert np.isnan(early_exit.by_bin(sure[:2], agree[:2], 4)[1][1:]).all()
-
-
-def test_the_command_writes_its_measurements(folders, tmp_path, capsys):
-    tokens = hf_models.tokens(LENGTH, 1)[0]
-    text, out = tmp_path / "text.txt", tmp_path / "new" / "out"
-    text.write_text(" ".join(f"w{i}" for i in tokens))
-    args = ["--model", str(folders[1]), "--text", str(text), "--out", str(out), "--bins", "5"]
-    assert early_exit.main(args) == 0
-    saved = json.loads((out / "early_exit.json").read_text())
-    sure, agree = early_exit.measure(*from_pretrained(folders[1]), tokens)
-    share, right = early_exit.by_bin(sure, agree, 5)
-    np.testing.assert_allclose(saved["share_by_bin"], share, atol=1e-6)
-    np.testing.assert_allclose(
-        [np.nan if a is None else a for a in saved["agreement_by_bin"]], right, atol=1e-6
-    )
-    assert saved["edges"] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0] and saved["tokens"] == LENGTH
-    assert saved["agreement"] == pytest.approx(agree.mean(), abs=1e-6)
-    assert saved["share_above"] == pytest.approx((sure > 0.95).mean(), abs=1e-6)
-    assert f"{agree.mean():.4f} of {LENGTH} places" in capsys.readouterr().out
-    assert (out / "early_exit.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in out.iterdir()) == ["early_exit.json", "early_exit.png"]
-
-
-def test_bad_input_is_one_line_and_exit_code_2(folders, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{i}" for i in range(20)))
-    for model, more, said in (
-        (folders[0], [], "no exit head: train one with"),
-        (folders[1], ["--bins", "0"], "--bins must be at least 1, not 0"),
-        (folders[1], ["--max-tokens", "3"], "--max-tokens must be at least 16"),
-        (folders[1], ["--text", str(tmp_path / "none")], "No such file"),
-    ):
-        out = tmp_path / "out"
-        assert early_exit.main(["--model", str(model), "--text", str(text), "--out", str(out), *more]) == 2
-        captured = capsys.readouterr()
-        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and said in captured.err
-        assert not out.exists()
-    with pytest.raises(UsageError, match="at least one token"):
-        early_exit.measure(*from_pretrained(folders[1]), np.arange(0))

@@ -13,17 +13,13 @@ from benchmarks.papers.prediction_flops import (
     baselines,
     lazy_as_run,
     lazy_llm,
-    main,
     pairs,
     prediction_table,
     pruned,
     pruning_as_run,
     published,
-    random_pruning,
-    static_pruning,
 )
 from swiftkv_jax.analysis import flops
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import Prediction
 
@@ -147,34 +143,3 @@ def test_layers_that_differ_move_the_published_figures():
     costs = [base.made(i) + base.dense(i) for i in range(base.layers)]
     assert round(lazy_llm(0.5, 0.01, costs), 2) == 3.09 > lazy_llm(0.5, 0.01)
     assert lazy_llm(1.0, 1.0, costs) == 1.0
-
-
-@pytest.mark.parametrize(
-    "make, said",
-    [
-        (lambda: random_pruning(0.0), r"keep must be in \(0, 1\], not 0.0"),
-        (lambda: static_pruning(1.5), r"keep must be in \(0, 1\], not 1.5"),
-        (lambda: lazy_llm(0.5, 0.6), r"end must be in \(0, 0.5\], not 0.6"),
-        (lambda: pruned(OPENELM["3B"], 0.9), "not 0.9"),
-        (
-            lambda: prediction_table(OPENELM["3B"], OPENELM["450M"], Prediction((0, 1)), 9),
-            "do not map 20 rows",
-        ),
-    ],
-)
-def test_invalid_arguments_are_refused(make, said):
-    with pytest.raises(UsageError, match=said):
-        make()
-
-
-def test_the_command_prints_every_model_beside_the_papers_digits(capsys):
-    """And RP, SP and LazyLLM as run: with attention, of both bases."""
-    assert main([]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert {name: float(paper) for name, paper, *_ in lines} == PRINTED
-    assert all(paper == ours for _, paper, ours, *_ in lines)
-    columns = {name: [float(value) for value in rest] for name, _, _, *rest in lines}
-    for large in ("1.1B", "3B"):
-        for name, _, as_run in baselines(OPENELM[large]):
-            assert columns[f"{large}-{name}"] == [round(as_run(n), 2) for n in (59, 1024)]
-    assert main(["--nonsense"]) == 2

@@ -1,7 +1,5 @@
 """The papers' tables: of FLOPs against the printed figures, of cache dtypes on a tiny model."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -80,15 +78,3 @@ def test_cache_dtypes_are_compared_with_the_teacher_over_rows_that_are_not_round
         assert size == 3 * 2 * one, saved
     kls = [row[3] for row in rows[:3]]
     assert 0 <= kls[0] < kls[2] < kls[1]  # bfloat16, int8, float8
-
-
-@pytest.mark.slow
-def test_cache_dtypes_of_a_folder_are_recorded(tmp_path, monkeypatch):
-    """The whole command, on the demo's teacher and a student that it makes."""
-    monkeypatch.setattr(cache_dtypes, "SHARES", (4,))
-    out = tmp_path / "record.json"
-    small = ["--tokens", "64", "--length", "32", "--fit-tokens", "256", "--output", str(out)]
-    assert cache_dtypes.main(["demo/teacher", *small]) == 0
-    record = json.loads(out.read_text())
-    assert record["run"]["command"].startswith("python -m benchmarks.papers.cache_dtypes demo/teacher ")
-    assert [row[-1] for row in record["rows"]] == ["0.0%", "45.8%", "45.8%", "37.5%", "66.1%", "66.1%"]

@@ -5,7 +5,6 @@ import json
 import re
 
 import encoder_models
-import hf_models
 import jax
 import numpy as np
 import pytest
@@ -200,71 +199,3 @@ def test_least_squares_solutions_reach_their_own_rows_for_any_sharing(t5):
     jax.tree.map(np.testing.assert_array_equal, exact, want)
     assert np.abs(want["rows"][-1]["kv_proj"]["kernel"]).max() > 0
     assert not np.any(other["rows"][-1]["kv_proj"]["kernel"])
-
-
-def refused(folder, tmp_path, capsys, *flags) -> str:
-    code = main(["--model", str(folder), "--out", str(tmp_path / "out"), *map(str, flags)])
-    said = capsys.readouterr().err
-    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-    assert not (tmp_path / "out").exists()
-    return said
-
-
-@pytest.fixture(scope="module")
-def spoilt(tmp_path_factory):
-    """Cross-attention of which one layer's W_K is singular and the other's has condition 1e7."""
-    model = theirs()
-    with torch.no_grad():
-        keys = [block.layer[1].EncDecAttention.k.weight for block in model.decoder.block]
-        keys[SINGULAR][7] = 0.0
-        u, s, v = torch.linalg.svd(keys[FAR].double())
-        keys[FAR].copy_(u @ torch.diag(s[0] * torch.logspace(0, -7, WIDTH, dtype=torch.float64)) @ v)
-    return saved(model, tmp_path_factory.mktemp("spoilt")), model
-
-
-@pytest.mark.slow
-def test_keys_of_a_layer_that_cannot_have_them_or_loses_too_much_are_refused(spoilt, text, tmp_path, capsys):
-    folder, model = spoilt
-    flags = "--text", text, "--forms", "k", "--cache-dtype", "bfloat16"
-    said = refused(folder, tmp_path, capsys, *flags)
-    assert "layer 0's cross-attention: W_K is singular" in said and "use --forms auto" in said
-    with torch.no_grad():
-        model.decoder.block[SINGULAR].layer[1].EncDecAttention.k.weight.copy_(torch.eye(WIDTH))
-    folder = saved(model, tmp_path / "far")
-    said = refused(folder, tmp_path, capsys, *flags)
-    assert re.search(
-        r"layer 1's cross-attention, stored as 'k', costs KL [\d.e+-]+, over the bound of 1.0e-03: use "
-        r"--forms auto, or raise --max-kl",
-        said,
-    )
-
-
-def test_t5_takes_text_and_whisper_takes_audio(t5, whisper, text, sounds, tmp_path, capsys):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (tmp_path / "no.wav").write_bytes(b"ID3 no wave")
-    for folder, flags, message in (
-        (whisper, (), "whisper takes audio: give --audio, wav files or folders of them"),
-        (whisper, ("--text", text), "whisper takes audio"),
-        (t5, ("--audio", sounds), "t5 takes text: give --text"),
-        (whisper, ("--audio", empty), f"--audio {empty} holds no .wav files"),
-        (whisper, ("--audio", tmp_path / "none.wav"), "cannot read .*none.wav: No such file"),
-        (whisper, ("--audio", tmp_path / "no.wav"), "no.wav is not a wav file"),
-        (
-            whisper,
-            ("--audio", sounds / "00.wav"),
-            r"the model's answer to the audio is too short: \d+ tokens to fit on and \d+ of other documents "
-            r"to measure on; 384 \(8 for each of 48 inputs\) and 192 are needed",
-        ),
-    ):
-        said = refused(folder, tmp_path, capsys, *flags)
-        assert re.search(message, said), said
-
-
-def test_max_kl_limits_forced_forms_of_decoders_too(tmp_path, text, capsys):
-    made = hf_models.build("llama", seed=3, num_key_value_heads=4, num_hidden_layers=1)
-    folder = saved(made, tmp_path / "llama")
-    flags = "--text", text, "--forms", "k", "--cache-dtype", "int8", "--max-kl", "1e-9"
-    assert "layer 0, stored as 'k', costs KL" in refused(folder, tmp_path, capsys, *flags)
-    said = refused(folder, tmp_path, capsys, "--audio", text)
-    assert "--audio is for models that take audio, and llama reads text" in said

