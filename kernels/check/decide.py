@@ -16,7 +16,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import sys
 import tempfile
 import time
@@ -216,7 +215,7 @@ def inputs_of(
     inputs = {
         "machine": dataclasses.asdict(machine),
         "versions": machines.versions(),
-        "flags": {name: os.environ[name] for name in machines.FLAGS if name in os.environ},
+        "flags": machines.flags(),
         "source": machines.source(),
         "calls": [dataclasses.asdict(call) for call in calls],
         "candidates": dict(contenders),

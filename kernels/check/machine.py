@@ -29,7 +29,6 @@ _CHIPS = {  # by PCI device, as JAX names them
     "0x0076": "TPU7x",
 }
 _NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")  # of CUDA_VISIBLE_DEVICES
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables that affect the compilers
 _KERNELS = Path(__file__).parents[1]
 
 
@@ -123,6 +122,11 @@ def source() -> str:
         digest.update(f"{path.relative_to(_KERNELS)}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def flags() -> dict[str, str]:
+    """The environment variables that affect the compilers."""
+    return {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ}
 
 
 def taken() -> bool:

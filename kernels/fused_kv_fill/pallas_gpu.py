@@ -58,12 +58,8 @@ class _Form:
 # Inputs for keys or for values, in global memory: w [F, D, E]; bias [F, E]; gain [F, H]; cos, sin [T, H / 2];
 # pool [R, P, Z, E]; scales [R, P, K, Z]. Missing ones are None.
 _Side = namedtuple("_Side", "w bias gain cos sin pool scales")
-
-
 # In global memory: x [T, D]; inverse [T], 1 / rms; alive [T]; names [T / Z]; rows [F]; and a `_Side`.
 _Inputs = namedtuple("_Inputs", "x inverse alive names rows side")
-
-
 # x [stages * groups, tokens, depth]; w [stages, depth, columns]; out [groups, tokens, H]; scales [groups,
 # tokens]; full, free [stages].
 _Scratch = namedtuple("_Scratch", "x w out scales full free")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,7 @@ from swiftkv_jax.distill.step import (
 
 def parts(recipe: Recipe) -> tuple[Predicted, PredictionLossConfig]:
     """The recipe's model and loss, which are those of KV prediction (see `Experiment`)."""
-    assert isinstance(recipe.loss, PredictionLossConfig)
-    return recipe.student, recipe.loss
+    return cast(Predicted, recipe.student), cast(PredictionLossConfig, recipe.loss)
 
 
 def split(tree: PyTree) -> tuple[PyTree, Frozen]:
