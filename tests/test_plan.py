@@ -182,3 +182,12 @@ BAD = [
 def test_bad_plans_and_predictions_are_refused(make):
     with pytest.raises(UsageError):
         make()
+
+
+def test_the_layers_of_gemma_3n_that_share_rows_are_a_plan():
+    """The last 15 of 35 layers read the row of the last layer of their kind before them: a prompt's tokens
+    need not run them, nor the layer that makes the last row, and nothing is approximated."""
+    full = [layer % 5 == 4 for layer in range(35)]
+    plan = KVPlan.from_rows([layer if layer < 20 else 19 if full[layer] else 18 for layer in range(35)])
+    assert (len(plan.rows), plan.depth, plan.has_shared_norm) == (20, 19, False)
+    assert all(full[plan.rows[read].maker] == full[layer] for layer, read in enumerate(plan.reads))

@@ -12,7 +12,7 @@ import transformers
 
 from swiftkv_jax.checkpoint.names import slots
 from swiftkv_jax.common.errors import UsageError, UsageWarning
-from swiftkv_jax.config.hf import FULL_ATTENTION
+from swiftkv_jax.config.hf import FULL_ATTENTION, text_of
 from swiftkv_jax.config.model import ModelConfig, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
@@ -29,6 +29,10 @@ WARNINGS = {
     "NousResearch--Yarn-Llama-2-7b-128k": "auto_map names a program",
     "microsoft--Phi-3-mini-4k-instruct": "auto_map names a program",
     "Qwen--Qwen2.5-7B-Instruct-1M": "might change the numbers: dual_chunk_attention_config=",
+    "Qwen--Qwen3-VL-4B-Instruct": "qwen3_vl reads images too; only its text model is loaded",
+    "google--gemma-3-4b-it": "gemma3 reads images too",
+    "mistralai--Ministral-3-3B-Reasoning-2512": "mistral3 reads images too",
+    "mistralai--Mistral-Small-3.1-24B-Instruct-2503": "mistral3 reads images too",
 }
 
 
@@ -63,7 +67,7 @@ def test_a_checkpoint_of_our_families_has_as_many_parameters_as_the_hub_counts(n
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if "SwiftKV" not in name])
 def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(name):
     """Models of two layers are made on torch's meta device, without weights."""
-    raw, ours = published(name), load(name)
+    (raw, _), ours = text_of(published(name)), dataclasses.replace(load(name), wrapper=None)
     fields = {field: value for field, value in raw.items() if field not in ("model_type", "auto_map")}
     theirs = transformers.AutoConfig.for_model(raw["model_type"], **fields)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
@@ -72,8 +76,11 @@ def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(
     eps = next((getattr(theirs, field) for field in EPS if hasattr(theirs, field)), 1e-5)
     assert (ours.rms_norm_eps, ours.max_position_embeddings) == (eps, theirs.max_position_embeddings)
 
-    theirs = transformers.AutoConfig.for_model(raw["model_type"], **fields | {"num_hidden_layers": 2})
-    two = dataclasses.replace(ours, num_layers=2, windows=ours.windows[:2])
+    short = {
+        field: value[:2] for field, value in fields.items() if field in ("layer_types", "no_rope_layers")
+    }
+    theirs = transformers.AutoConfig.for_model(raw["model_type"], **fields | short | {"num_hidden_layers": 2})
+    two = dataclasses.replace(ours, num_layers=2, windows=ours.windows[:2], ropes=ours.ropes[:2])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     tensors = {tensor: tuple(value.shape) for tensor, value in model.state_dict().items()}
@@ -83,9 +90,19 @@ def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(
 
     if ours.rope.rope_type == "none":
         return
-    rotary = type(model.model.rotary_emb)(theirs)
-    np.testing.assert_allclose(inverse_frequencies(ours, 1), rotary.inv_freq, rtol=1e-5)
-    assert ours.rope.attention_factor == pytest.approx(rotary.attention_scaling)
+    whole = transformers.AutoConfig.for_model(raw["model_type"], **fields)
+    rotary = type(model.model.rotary_emb)(whole)
+    turned = getattr(whole, "no_rope_layers", None) or [True] * ours.num_layers
+    for kind, own, turns in zip(kinds, ours.kinds, turned, strict=True):
+        if own.rope.rope_type == "none":
+            assert not turns or (raw["model_type"] == "exaone4" and kind == "full_attention")
+            continue
+        prefix = "" if hasattr(rotary, "inv_freq") else f"{kind}_"
+        np.testing.assert_allclose(
+            inverse_frequencies(ours, 1, own.rope), getattr(rotary, f"{prefix}inv_freq"), rtol=1e-5
+        )
+        scaling = getattr(rotary, f"{prefix}attention_scaling")
+        assert turns and own.rope.attention_factor == pytest.approx(scaling)
 
 
 @pytest.mark.parametrize("name", REFUSED)

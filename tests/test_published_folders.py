@@ -65,6 +65,13 @@ def generated(model, ids: list[int]) -> list[int]:
     "microsoft--phi-4",
     "mistralai--Mistral-7B-v0.1",
     "unsloth--Qwen3-0.6B",
+    "ByteDance-Seed--Seed-OSS-36B-Instruct",
+    "HuggingFaceTB--SmolLM3-3B",
+    "LGAI-EXAONE--EXAONE-4.0-32B",
+    "allenai--Olmo-3-7B-Instruct",
+    "google--gemma-2-9b",
+    "ibm-granite--granite-3.1-8b-instruct",
+    "zai-org--GLM-4-9B-0414",
 )
 @pytest.mark.parametrize("name", [name for name in FOLDERS if family(name) not in ("t5", "whisper")])
 def test_a_decoder_answers_as_in_transformers_and_its_student_and_export_load(name, folder, tmp_path):

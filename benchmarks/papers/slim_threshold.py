@@ -29,6 +29,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.core.scan import angles_and_segments
 from swiftkv_jax.core.shapes import Array, Float, PyTree
+from swiftkv_jax.kernels.common.mask import capped
 from swiftkv_jax.slim import texts
 
 THRESHOLDS = (1e-4, 1e-3, 1e-2)
@@ -77,12 +78,13 @@ def left_out(
 def _layer(model: Transformer, layer: int, tile: int, params: PyTree, x, at, real) -> Float[Array, "F 2 4"]:
     """`left_out` of one layer for each of THRESHOLDS, summed over the pieces of a batch."""
     config, form, p = model.config, FORMS["kv"], weights.layer(params, layer)["attentions"][0]
-    row = weights.row(params, layer)
+    row, at = weights.row(params, layer), at.of(config, layer)
     h = normalised(model, params, False, layer, x)
     keys, values = form.keys_values(config, {}, form.make(config, row, h, at), at)
     q = queries(config, p, before(config, p, x), at)
     keys, values = (jnp.repeat(y, config.num_heads // config.num_kv_heads, axis=2) for y in (keys, values))
     scores = jnp.einsum("btnh,bsnh->bnts", q, keys, precision="highest") * config.head_dim**-0.5
+    scores = capped(scores, config.attention_softcap)
     back = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
     scores = jnp.where((back >= 0) & (back < config.windows[layer]), scores, -jnp.inf)
     dropped = (jax.vmap(partial(left_out, tile=tile, threshold=threshold)) for threshold in THRESHOLDS)

@@ -25,6 +25,7 @@ def causal_attention(
     window: int | Int[Array, ""],
     *,
     bias: Float[Array, "N S"] | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
     shards: Shards = WHOLE,
 ) -> Float[Array, "B T N U"]:
@@ -36,6 +37,7 @@ def causal_attention(
         segment, which "cudnn" can compute on more GPUs and under any window.
       window: a query sees keys of its own segment, at or before it, fewer than `window` tokens back.
       bias: added to the scores, by head and by how far back a key is; "reference" and "xla" take one.
+      softcap: largest absolute score, as in `mask.capped`, for the same two.
       implementation: "reference", "xla", "native_cpu" (needs a C++ compiler), "splash" (TPU), "cudnn" (GPUs
         from Hopper on, from Ampere on without segments), or None.
       shards: the axes of the mesh that "splash" and "cudnn" are cut over; the others the compiler cuts.
@@ -52,4 +54,4 @@ def causal_attention(
         segments = jnp.zeros(q.shape[:2], jnp.int32)
     args = (q, k, v, segments, window)
     options = {"scale": q.shape[-1] ** -0.5, "shards": shards}
-    return dispatch.call("causal_attention", CAUSAL_ATTENTION, implementation, args, options, bias)
+    return dispatch.call("causal_attention", CAUSAL_ATTENTION, implementation, args, options, bias, softcap)

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.causal_attention.segments import first_key
-from swiftkv_jax.kernels.common.mask import bias_of
+from swiftkv_jax.kernels.common.mask import bias_of, capped
 
 _BLOCK = 512  # queries whose scores exist at a time
 _SPANS = 4  # of a long sequence's queries, each with its own static number of keys
 _MASKED = -1e30  # finite: a row with nothing to see gives an average, never NaN
 
 
-def causal_attention(q, k, v, segments, window, *, scale, shards=None, bias=None):
+def causal_attention(q, k, v, segments, window, *, scale, shards=None, bias=None, softcap=None):
     """As `api.causal_attention`."""
     length, first = q.shape[1], first_key(segments, window)
 
@@ -20,7 +20,8 @@ def causal_attention(q, k, v, segments, window, *, scale, shards=None, bias=None
         at, keys = start + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
         own = jnp.take(first, jnp.minimum(at, length - 1), axis=1)
         seen = (keys <= at[:, None]) & (keys >= own[..., None])
-        return _attention(q, k, v, seen, scale, None if bias is None else bias_of(bias, at[:, None] - keys))
+        by_distance = None if bias is None else bias_of(bias, at[:, None] - keys)
+        return _attention(q, k, v, seen, scale, by_distance, softcap)
 
     if length <= _BLOCK:
         return one(0, q, k, v)
@@ -42,7 +43,7 @@ def causal_attention(q, k, v, segments, window, *, scale, shards=None, bias=None
     return jnp.concatenate(spans, axis=1)
 
 
-def _attention(q, k, v, mask, scale, bias):
+def _attention(q, k, v, mask, scale, bias, softcap):
     """Grouped-query attention over the keys that `mask` [..., T, S] shows each query; softmax in float32.
 
     bias: [N, T, S] of the scores, or None.
@@ -53,7 +54,7 @@ def _attention(q, k, v, mask, scale, bias):
     q, k, v = (jnp.moveaxis(x, -2, -3) for x in (q, k, v))
     q = q.reshape(*k.shape[:-2], groups * length, q.shape[-1])
     scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * scale
-    scores = scores.reshape(*k.shape[:-2], groups, length, -1)
+    scores = capped(scores.reshape(*k.shape[:-2], groups, length, -1), softcap)
     scores = scores if bias is None else scores + bias.reshape(*scores.shape[-4:])
     weights = jax.nn.softmax(jnp.where(mask[..., None, None, :, :], scores, _MASKED), axis=-1)
     weights = weights.astype(v.dtype).reshape(*k.shape[:-2], groups * length, -1)

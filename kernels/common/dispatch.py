@@ -14,7 +14,7 @@ import jax
 BY_PLATFORM = {"tpu": ("xla_one_turn", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
 
 PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
-BIASED = ("reference", "xla", "xla_one_turn")  # the implementations that take a bias by distance
+BIASED = ("reference", "xla", "xla_one_turn")  # what takes a bias by distance, or a soft cap
 _LOG = logging.getLogger(__name__)
 
 
@@ -85,19 +85,27 @@ def static_loops(asked: bool | None) -> bool:
 
 
 def call(
-    operation: str, table: Mapping[str, Implementation], implementation: str | None, args, kwargs, bias=None
+    operation: str,
+    table: Mapping[str, Implementation],
+    implementation: str | None,
+    args,
+    kwargs,
+    bias=None,
+    softcap: float | None = None,
 ):
     """Run `operation(*args, **kwargs)` by the named implementation, or by the platform's. A `bias` by
-    distance is an option of `BIASED` alone.
+    distance and a `softcap` of scores are options of `BIASED` alone.
 
     Raises:
       UnsupportedError: an unknown name, a name of another platform or chip, or a call that the named one
         does not support.
     """
-    if bias is not None:
-        no = f"a bias by distance: {', '.join(name for name in table if name in BIASED)} do"
+    extra = {"bias": bias, "softcap": softcap}
+    if given := {name: value for name, value in extra.items() if value is not None}:
+        what = "a bias by distance" if "bias" in given else "a soft cap of scores"
+        no = f"{what}: {', '.join(name for name in table if name in BIASED)} do"
         refusing = {name: Implementation(each.run, lambda *_, **__: no) for name, each in table.items()}
-        table, kwargs = refusing | {n: table[n] for n in BIASED if n in table}, kwargs | {"bias": bias}
+        table, kwargs = refusing | {n: table[n] for n in BIASED if n in table}, kwargs | given
     if implementation is None:
         name = preferred(table, args, kwargs)
         _log_choice(operation, name, *device()[:2])

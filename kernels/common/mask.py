@@ -17,6 +17,11 @@ def visible(position: jax.Array, keys: int, window) -> jax.Array:
     return (back >= 0) & (back < window_of(window))
 
 
+def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Scores, or logits, that approach `softcap` and do not pass it (Gemma 2); None changes nothing."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
 def bias_of(bias: jax.Array, back: jax.Array) -> jax.Array:
     """The bias [N, ...] of scores at distances `back` [...], from `bias` [N, S] by head and distance."""
     return bias[:, jnp.clip(back, 0, bias.shape[1] - 1)]

@@ -31,6 +31,7 @@ def paged_attention(
     scale: float | None = None,
     window: int | Int[Array, ""] | None = None,
     bias: Float[Array, "N S"] | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b C N U"]:
     """Attention of queries over one row of a paged pool, for decode tokens and chunks of prompts alike.
@@ -46,6 +47,7 @@ def paged_attention(
       row: of the pool. scale: of the scores, H ** -0.5 by default.
       bias: [N, S] added to the scores, by head and by how far back a key is; the last entry applies to all
         keys further back. Only "reference", "xla" and "xla_one_turn" support it.
+      softcap: largest absolute score, as in `mask.capped`, for the same three.
       implementation: "reference", "xla", "xla_one_turn" (no loop of unknown length, and more memory; what
         "xla" is on GPUs and TPUs), "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu" (bfloat16
         queries), "cudnn" (bfloat16 and float16; the positions of a block rise by one, those of the blocks
@@ -75,4 +77,4 @@ def paged_attention(
     options = {"row": row, "scale": width**-0.5 if scale is None else scale, "window": window}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     args = (q, k, v, table, sequence, position)
-    return dispatch.call("paged_attention", PAGED_ATTENTION, implementation, args, options, bias)
+    return dispatch.call("paged_attention", PAGED_ATTENTION, implementation, args, options, bias, softcap)

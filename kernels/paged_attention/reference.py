@@ -7,7 +7,7 @@ of a key, U of a value, R rows, P pages, Z tokens of a page.
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.mask import bias_of, visible, weights_of
+from swiftkv_jax.kernels.common.mask import bias_of, capped, visible, weights_of
 
 
 def gather(pool, scale, row, names, heads: int, seen, dtype) -> jax.Array:
@@ -18,7 +18,9 @@ def gather(pool, scale, row, names, heads: int, seen, dtype) -> jax.Array:
     return jnp.where(seen.any(1)[..., None, None], rows, 0)
 
 
-def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, bias=None):
+def paged_attention(
+    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, bias=None, softcap=None
+):
     """As `api.paged_attention`, in at least float32."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     heads, names = k.shape[-1] // q.shape[-1], table[sequence]
@@ -27,6 +29,7 @@ def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k
     values = gather(v, v_scale, row, names, heads, seen, wide)
     grouped = q.astype(wide).reshape(*q.shape[:2], heads, -1, q.shape[-1])
     scores = jnp.einsum("bckgh,bskh->bkgcs", grouped, keys, precision="highest") * scale
+    scores = capped(scores, softcap)
     if bias is not None:
         found = bias_of(bias, position[..., None] - jnp.arange(seen.shape[-1]))  # [N, b, C, S]
         scores += jnp.moveaxis(found.reshape(*scores.shape[1:3], *seen.shape), 2, 0)

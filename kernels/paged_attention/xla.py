@@ -29,14 +29,28 @@ _FEW_ROWS = 8
 
 
 def paged_attention(
-    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, bias=None, one_turn=None
+    q,
+    k,
+    v,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    scale,
+    window,
+    k_scale,
+    v_scale,
+    bias=None,
+    softcap=None,
+    one_turn=None,
 ):
     """As `api.paged_attention`. `one_turn` avoids loops whose length is known only at run time; None: as
     `dispatch.static_loops` says."""
     window, one_turn = mask.window_of(window), dispatch.static_loops(one_turn)
     pools = (k, v, k_scale, v_scale)
     if position.shape[1] == 1 and not one_turn:
-        return _singles(q, pools, table[sequence], position[:, 0], row, scale, window, bias)
+        return _singles(q, pools, table[sequence], position[:, 0], row, (scale, softcap), window, bias)
 
     read, together = functools.partial(_blocks, one_turn=one_turn), _TURN_QUERIES // position.shape[1]
     if one_turn:
@@ -55,7 +69,7 @@ def paged_attention(
             read = functools.partial(read, held=held)
 
     def some(q, sequence, position):
-        return read(q, pools, table[sequence], position, row, scale, window, bias)
+        return read(q, pools, table[sequence], position, row, (scale, softcap), window, bias)
 
     width = v.shape[-1] * q.shape[-1] // k.shape[-1]
     return _in_turns(some, (q, sequence, position), max(1, together), width)
@@ -106,7 +120,7 @@ def _singles(q, pools, table, position, row, scale, window, bias):
         keys = _read(k, k_scale, row, name[:, None], heads, dtype)
         values = _read(v, v_scale, row, name[:, None], heads, dtype)
         values = jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
-        scores = _scores(q[of].reshape(pages * groups, rows, -1), _cut(keys, groups)) * scale
+        scores = _scaled(_scores(q[of].reshape(pages * groups, rows, -1), _cut(keys, groups)), scale)
         scores += _bias(bias, distance[:, None], groups)
         seen = jnp.repeat(seen, groups, axis=0)[:, None]
         scores = jnp.where(seen, scores, online.MASKED)
@@ -152,7 +166,7 @@ def _in_place(q, pools, table, position, row, scale, window, bias):
     values = jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
     q, keys, values = (x.astype(jnp.float32) for x in (q, keys, values))
     keys, values = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (keys, values))  # [b, K, 1, keys, width]
-    scores = (q.reshape(blocks, heads, -1, 1, width) * keys).sum(-1) * scale
+    scores = _scaled((q.reshape(blocks, heads, -1, 1, width) * keys).sum(-1), scale)
     if bias is not None:
         scores += jnp.moveaxis(mask.bias_of(bias, back), 0, 1).reshape(scores.shape)
     seen = seen[:, None, None]
@@ -192,7 +206,7 @@ def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False)
         names, here = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1), position - i * keys
         stored, values = _stored(pools, names, here, row, window, heads, dtype)
         back, seen = _seen(here, keys, window)
-        scores = _scores(q, _cut(stored, groups), one_by_one=not one_turn) * scale
+        scores = _scaled(_scores(q, _cut(stored, groups), one_by_one=not one_turn), scale)
         scores += _bias(bias, back, groups)
         seen = jnp.repeat(jnp.repeat(seen, rows // queries, axis=1), groups, axis=0)
         return scores, seen, lambda weights: _mix(weights.astype(dtype), _cut(values, groups))
@@ -214,7 +228,7 @@ def _whole_rows(q, pools, table, position, row, scale, window, bias, held=None):
     back, seen = _seen(position, keys.shape[1], window)
     q = _spread(q.reshape(*position.shape, *shape[2:]), heads)
     rows = q.shape[2]
-    scores = _scores(q.reshape(-1, rows, shape[-1]), _cut(keys, heads), one_by_one=False) * scale
+    scores = _scaled(_scores(q.reshape(-1, rows, shape[-1]), _cut(keys, heads), one_by_one=False), scale)
     scores += _bias(bias, back, heads)
     seen = jnp.repeat(jnp.repeat(seen, rows // position.shape[1], axis=1), heads, axis=0)
     weights = jax.nn.softmax(jnp.where(seen, scores, online.MASKED)).astype(q.dtype)
@@ -274,6 +288,11 @@ def _scores(q, k, one_by_one: bool = True):
         product = functools.partial(jnp.einsum, "bse,be->bs", k, preferred_element_type=jnp.float32)
         return jnp.stack([product(q[:, r]) for r in range(q.shape[1])], axis=1)
     return jnp.einsum("bre,bse->brs", q, k, preferred_element_type=jnp.float32)
+
+
+def _scaled(scores, scale):
+    """Scores times their scale, below their cap; `scale` is (scale, soft cap or None)."""
+    return mask.capped(scores * scale[0], scale[1])
 
 
 def _spread(q, kv_heads: int):

@@ -38,7 +38,7 @@ from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 _FORMAT = 2
 _SEEN = 64  # numbers of each tensor that a fingerprint is made of
-_INERT = ("family", "dtype", "source", "exit_head")  # fields of a config that change no number of the model
+_INERT = ("family", "dtype", "source", "exit_head", "wrapper")  # fields that change no number of the model
 _LONGEST = 4096  # characters of a base's name
 
 
@@ -202,10 +202,11 @@ def _description(config: ModelConfig, plan: KVPlan) -> str:
     that a new one changes no fingerprint."""
     length = () if config.rope.rope_type == "dynamic" else ("max_position_embeddings",)
 
-    def changed(part) -> dict:
+    def changed(part):
+        if not dataclasses.is_dataclass(part):
+            return [changed(each) for each in part] if isinstance(part, tuple) else part
         fields = [f for f in dataclasses.fields(part) if f.name not in _INERT + length]
-        values = {f.name: value for f in fields if (value := getattr(part, f.name)) != f.default}
-        return {name: changed(x) if dataclasses.is_dataclass(x) else x for name, x in values.items()}
+        return {f.name: changed(value) for f in fields if (value := getattr(part, f.name)) != f.default}
 
     rows = [(row.source, row.maker, row.shared_norm) for row in plan.rows]
     return json.dumps([changed(config), rows, plan.reads], sort_keys=True)

@@ -26,6 +26,11 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_OF_GEMMA3 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
 _ROWS = 4096  # dequantised at a time: the `gguf` package needs several times their size in memory
 
@@ -34,11 +39,11 @@ class Slice:
     """A float32 tensor that is read when it is indexed, with the interface of safetensors' slices.
 
     `turned` is the width of a head whose rows llama.cpp has reordered: it stores a rotary pair side by side,
-    transformers half a head apart. 1: the rows were not reordered.
+    transformers half a head apart. 1: the rows were not reordered. `less` is subtracted from all values.
     """
 
-    def __init__(self, header: Header, name: str, turned: int):
-        self.header, self.name, self.turned = header, name, turned
+    def __init__(self, header: Header, name: str, turned: int, less: int = 0):
+        self.header, self.name, self.turned, self.less = header, name, turned, less
         self.stored: Stored = header.tensors[name]
 
     def get_shape(self) -> list[int]:
@@ -56,7 +61,7 @@ class Slice:
         if self.turned > 1:
             pairs = values.reshape(-1, self.turned // 2, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        values = values[first - begin : last - begin]
+        values = values[first - begin : last - begin] - self.less
         return values[:, 0] if vector else values[:, spans[1]]
 
     def _rows(self, begin: int, end: int) -> np.ndarray:
@@ -82,7 +87,9 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
     A name that is not known stays as it is. `fields`: the config.json of the same file.
     """
     _package()
-    turned = fields["head_dim"] if header.metadata["general.architecture"] == "llama" else 1
+    architecture = header.metadata["general.architecture"]
+    turned = fields["head_dim"] if architecture == "llama" else 1
+    parts = _PARTS | _OF_GEMMA3 if architecture == "gemma3" else _PARTS
     out: dict[str, tuple[Path, Slice]] = {}
     for name in header.tensors:
         if name == ROPE_FACTORS:  # config.json's rope_scaling has the same information
@@ -90,13 +97,15 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
         match = _NAME.fullmatch(name)
         layer, part, kind = match.group("layer", "part", "kind") if match else (None, "", "")
         new = name
-        if layer and part in _PARTS:
-            new = f"model.layers.{int(layer)}.{_PARTS[part]}.{kind}"
+        if layer and part in parts:
+            new = f"model.layers.{int(layer)}.{parts[part]}.{kind}"
         elif not layer and part in _TOP:
             new = f"{_TOP[part]}.{kind}"
         if new in out:
             raise UsageError(f"{header.path}: {name[:60]!r} occurs twice, under two names")
-        out[new] = header.path, Slice(header, name, turned if layer and part in ("attn_q", "attn_k") else 1)
+        permuted = turned if layer and part in ("attn_q", "attn_k") else 1
+        less = int(architecture == "gemma3" and part.endswith("norm"))  # llama.cpp stores whole gains
+        out[new] = header.path, Slice(header, name, permuted, less)
     return out
 
 

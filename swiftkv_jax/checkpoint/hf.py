@@ -64,7 +64,7 @@ def from_pretrained(
     with contextlib.ExitStack() as stack:
         tensors = open_all(folder, stack)
         renamed = bare_names(config, tensors)
-        tensors = {renamed[name]: tensor for name, tensor in tensors.items()}
+        tensors = {renamed[name]: tensor for name, tensor in tensors.items() if name in renamed}
         unused = (config, plan, is_swiftkv(raw), raw.get("slim_attention") is not None)
         check_tensors(folder, tensors, wanted, lambda name: ignored(name, *unused))
         by_path: dict[tuple[str | int, ...], list] = {}

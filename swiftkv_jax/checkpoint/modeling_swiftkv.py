@@ -26,10 +26,12 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaModel, eager_attention_forward, rotate_half
+from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+# Prefix of a family's class names -> its folder in transformers, if it has another name.
+FOLDERS = {"SeedOss": "seed_oss"}
 # The name of the cache in transformers' signatures: `past_key_values` before 5.24.
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -38,8 +40,15 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 class SwiftKVAttention:
     """Attention of a layer from `split` on: its own queries over keys and values that are given."""
 
+    module = None  # of the family in transformers
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
+        if (fused := self._modules.pop("qkv_proj", None)) is not None:  # Phi-3
+            heads = config.num_attention_heads, *(config.num_key_value_heads,) * 2
+            for name, count in zip("qkv", heads, strict=True):
+                part = nn.Linear(fused.in_features, count * self.head_dim, bias=False)
+                self.add_module(f"{name}_proj", part)
         makes = (layer_idx - config.num_key_value_layers) % config.key_value_group_size == 0
         for name in ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj"):
             part = self._modules.pop(name, None)
@@ -48,20 +57,41 @@ class SwiftKVAttention:
 
     def heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """[B, T, hidden] -> [B, heads, T, head_dim]: projected, and normed where the family does that."""
-        y = getattr(self, f"{name}_proj_swiftkv")(x).view(*x.shape[:-1], -1, self.head_dim)
-        norm = getattr(self, f"{name}_norm_swiftkv", None)
+        y, norm = getattr(self, f"{name}_proj_swiftkv")(x), getattr(self, f"{name}_norm_swiftkv", None)
+        if norm is not None and norm.weight.numel() == y.shape[-1]:  # of all heads together, or of one
+            y, norm = norm(y), None
+        y = y.view(*x.shape[:-1], -1, self.head_dim)
         return (y if norm is None else norm(y)).transpose(1, 2)
 
-    def make(self, stream: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def turns(self) -> bool:
+        """Whether the keys that this layer makes are rotated: not in some layers of SmolLM3 and EXAONE 4."""
+        if hasattr(self, "use_rope"):
+            return bool(self.use_rope)
+        return "exaone4" not in self.module.__name__ or self.sliding_window is None or self.is_sliding
+
+    def rotated(self, x: torch.Tensor, at) -> torch.Tensor:
+        """Rotated heads; at: cos and sin, or None."""
+        return x if at is None else self.module.apply_rotary_pos_emb(x, x, *at)[0]
+
+    def make(self, stream: torch.Tensor, at) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys, and values, of the stream; called on the first layer of a group."""
-        return rotated(self.heads("k", stream), *position_embeddings), self.heads("v", stream)
+        return self.rotated(self.heads("k", stream), at), self.heads("v", stream)
 
     def forward(self, hidden_states, position_embeddings, attention_mask, keys, values, **kwargs):
         kwargs.pop(CACHE, None)  # a decoder layer passes it on; `keys` and `values` come from there
-        queries = rotated(self.heads("q", hidden_states), *position_embeddings)
+        queries = self.rotated(self.heads("q", hidden_states), position_embeddings)
+        if hasattr(self.module, "get_llama_4_attn_scale"):  # Ministral 3
+            rope = self.config.rope_parameters
+            given = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+            scale = self.module.get_llama_4_attn_scale(kwargs["position_ids"], *given)
+            queries = queries * scale.to(queries.dtype)
+        if cap := getattr(self, "attn_logit_softcapping", None):
+            kwargs["softcap"] = cap
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+            self.config._attn_implementation, self.module.eager_attention_forward
         )
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         out, weights = attend(
             self,
             queries,
@@ -70,14 +100,10 @@ class SwiftKVAttention:
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
+            sliding_window=window if getattr(self, "is_sliding", True) else None,
             **kwargs,
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
 
 
 class SwiftKVModel:
@@ -89,7 +115,9 @@ class SwiftKVModel:
         super().__init__(config)
         for number in range(config.num_key_value_layers, config.num_hidden_layers):
             self.layers[number].self_attn = self.attention(config, number)
-        self.norm_swiftkv = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        normed = hasattr(self.layers[0], "input_layernorm")  # else norms follow attention (OLMo 2)
+        if normed:
+            self.norm_swiftkv = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
         every = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
         self.kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
         self.post_init()
@@ -110,6 +138,7 @@ class SwiftKVModel:
     ) -> BaseModelOutputWithPast:
         """As in any decoder of transformers. last_only: return the last token's hidden states only."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x * getattr(self, "embedding_multiplier", 1)  # Granite
         cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -128,24 +157,25 @@ class SwiftKVModel:
                 )
                 for kind in set(self.kinds)
             }
-        angles = self.rotary_emb(x, position_ids)
-        split = self.config.num_key_value_layers
-        rows = {}
+        split, share = self.config.num_key_value_layers, self.config.key_value_group_size
+        at, rows = self.angles(x, position_ids), {}
         for number, layer in enumerate(self.layers):
             if number == split:
-                rows = self.rows(self.norm_swiftkv(x), angles, cache)
+                stream = self.norm_swiftkv(x) if hasattr(self, "norm_swiftkv") else x
+                rows = self.rows(stream, at, cache)
                 # Every token runs the later layers where masks are no tensors (flex_attention), and where no
                 # mask hides the empty places of a static cache from a single query.
                 full = cache is None or not cache.is_compileable
                 if last_only and all(torch.is_tensor(m) or (m is None and full) for m in masks.values()):
                     x, position_ids = x[:, -1:], position_ids[:, -1:]
-                    angles = tuple(part[:, -1:] for part in angles)
+                    at = [one and tuple(part[:, -1:] for part in one) for one in at]
                     masks = {kind: last_query(mask) for kind, mask in masks.items()}
             x = layer(
                 x,
                 attention_mask=masks[self.kinds[number]],
                 position_ids=position_ids,
-                position_embeddings=angles,
+                # A reader turns its queries by the table that rotated the keys: its group's first layer's.
+                position_embeddings=at[number - (number - split) % share if rows else number],
                 use_cache=use_cache,
                 **(rows[number] if rows else {CACHE: cache}),
                 **kwargs,
@@ -154,7 +184,17 @@ class SwiftKVModel:
             last_hidden_state=self.norm(x), **{CACHE: cache if use_cache else None}
         )
 
-    def rows(self, stream: torch.Tensor, angles, cache) -> dict[int, dict[str, torch.Tensor]]:
+    def angles(self, x: torch.Tensor, position_ids) -> list:
+        """cos and sin for each layer; None where keys made from `split` on are not rotated."""
+        if "layer_type" in inspect.signature(self.rotary_emb.forward).parameters:
+            tables = {kind: self.rotary_emb(x, position_ids, kind) for kind in set(self.kinds)}
+        else:
+            tables = dict.fromkeys(self.kinds, self.rotary_emb(x, position_ids))
+        attentions = [layer.self_attn for layer in self.layers]
+        turns = [not isinstance(part, SwiftKVAttention) or part.turns for part in attentions]
+        return [tables[kind] if turned else None for kind, turned in zip(self.kinds, turns, strict=True)]
+
+    def rows(self, stream: torch.Tensor, at, cache) -> dict[int, dict[str, torch.Tensor]]:
         """Keys and values of every layer from `split` on, those of earlier tokens included.
 
         A group's layers share one place in the cache, or two if some of them have a sliding window.
@@ -163,7 +203,7 @@ class SwiftKVModel:
         rows, made, places = {}, None, {}
         for number in range(split, len(self.layers)):
             if (number - split) % share == 0:
-                made, places = self.layers[number].self_attn.make(stream, angles), {}
+                made, places = self.layers[number].self_attn.make(stream, at[number]), {}
             kind = self.kinds[number]
             if kind not in places:
                 places[kind] = made if cache is None else cache.update(*made, number)
@@ -229,10 +269,13 @@ class SwiftKVConfig:
         super().__post_init__(**kwargs)
 
 
-def define(name: str) -> None:
-    """The classes of a family of transformers, by the names that config.json gives them."""
-    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
-    config = getattr(module, f"{name}Config")
+def define(family: str) -> None:
+    """Define the classes of a family, by the names that config.json gives them; `family` is their prefix."""
+    folder = FOLDERS.get(family, family.lower())
+    theirs = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    settings = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    text = "Text" if family == "Gemma3" else ""  # beside a class for images and text
+    config = getattr(settings, f"{family}{text}Config")
 
     class Config(SwiftKVConfig, config):
         """The family's config, the split, and how many layers share keys and values."""
@@ -241,20 +284,25 @@ def define(name: str) -> None:
         num_key_value_layers: int = 1
         key_value_group_size: int = 1
 
-    class Attention(SwiftKVAttention, getattr(module, f"{name}Attention")):
-        pass
+    class Attention(SwiftKVAttention, getattr(theirs, f"{family}Attention")):
+        module = theirs
 
-    class Model(SwiftKVModel, getattr(module, f"{name}Model")):
+    class Model(SwiftKVModel, getattr(theirs, f"{family}{text}Model")):
         config_class = Config
 
-    class ForCausalLM(SwiftKVForCausalLM, getattr(module, f"{name}ForCausalLM")):
+    class ForCausalLM(SwiftKVForCausalLM, getattr(theirs, f"{family}ForCausalLM")):
         config_class = Config
 
     Model.attention, ForCausalLM.body = Attention, Model
     for part in (Config, Attention, Model, ForCausalLM):
-        part.__name__ = part.__qualname__ = f"{name}SwiftKV{part.__name__}"
+        part.__name__ = part.__qualname__ = f"{family}SwiftKV{part.__name__}"
         globals()[part.__name__] = part
 
 
-for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+def __getattr__(name: str) -> type:
+    """Define the family of a class that is asked for."""
+    family, mark, _ = name.partition("SwiftKV")
+    if not mark or not family:
+        raise AttributeError(name)
     define(family)
+    return globals()[name]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.families import WRAPPERS
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import SELF, KVPlan
 from swiftkv_jax.core import weights
@@ -92,9 +93,15 @@ class Names:
 
 _LLAMA = Names()
 _AFTER = {
-    ("attentions", 0, "norm"): "post_attention_layernorm",
-    ("mlp", "norm"): "post_feedforward_layernorm",
+    ("attentions", 0, "after_norm"): "post_attention_layernorm",
+    ("mlp", "after_norm"): "post_feedforward_layernorm",
 }
+_GEMMA2 = Names(parts=_PARTS | _AFTER | {("mlp", "norm"): "pre_feedforward_layernorm"})
+_GLM4 = {
+    ("attentions", 0, "after_norm"): "post_self_attn_layernorm",
+    ("mlp", "after_norm"): "post_mlp_layernorm",
+}
+_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 _GPT2 = {
     ("attentions", 0, "norm"): "ln_1",
     ("attentions", 0, "o_proj"): "attn.c_proj",
@@ -192,12 +199,11 @@ _NAMES = {
         bare="transformer.",
         buffers=(".attn.bias", ".attn.masked_bias"),
     ),
-    "olmo2": Names(parts=_PARTS | _AFTER),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), Names(parts=_PARTS | _AFTER)),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA2),
+    "glm4": Names(parts=_PARTS | _GLM4, fused=_GATE_UP),
     "phi3": Names(
-        fused={
-            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-        }
+        fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_GATE_UP}
     ),
 }
 
@@ -272,7 +278,13 @@ def slots(config: ModelConfig, plan: KVPlan, cuts: weights.Cuts = ()) -> dict[st
 
 def names_of(config: ModelConfig) -> Names:
     """The tensor names of this model's checkpoints."""
-    return _t5(config.gated, "decoder") if config.family == "t5" else _NAMES.get(config.family, _LLAMA)
+    names = _t5(config.gated, "decoder") if config.family == "t5" else _NAMES.get(config.family, _LLAMA)
+    if config.wrapper is None:
+        return names
+    wrapper = WRAPPERS[config.wrapper]
+    top = {path: wrapper.prefix + name.removeprefix("model.") for path, name in names.top.items()}
+    top["lm_head",] = wrapper.head + names.top["lm_head",]
+    return dataclasses.replace(names, top=top, layer=wrapper.prefix + names.layer.removeprefix("model."))
 
 
 def _slots(
@@ -298,8 +310,18 @@ def _slots(
 
 
 def bare_names(config: ModelConfig, present: Iterable[str]) -> dict[str, str]:
-    """Name in a file -> name in `slots`, for files of the model without its head (`Names.bare`)."""
+    """Name in a file -> name in `slots`, for files of the model without its head (`Names.bare`), and for
+    models of images and text: tensors of images are left out, and prefixes may have either order."""
     prefix, present = names_of(config).bare, list(present)
+    if config.wrapper is not None:
+        wrapper, whole = WRAPPERS[config.wrapper], {}
+        for name in present:
+            bare = name.replace("language_model.", "", 1)
+            if bare == "lm_head.weight":
+                whole[name] = wrapper.head + bare
+            elif bare != name:
+                whole[name] = wrapper.prefix + bare.removeprefix("model.")
+        return whole
     if not prefix or any(name.startswith(prefix) for name in present):
         return {name: name for name in present}
     return {name: name if name == "lm_head.weight" else prefix + name for name in present}

@@ -37,7 +37,7 @@ GENERATION_FILES = ("generation_config.json", *PREPROCESSORS)
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
-_CODED = ("llama", "mistral", "qwen2", "qwen3")  # families that it supports
+_NOT_CODED = ("olmo", "gpt2", "opt")  # families that it does not support
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -81,10 +81,10 @@ def save_pretrained(
     with staged(out_dir) as folder:
         write_extras(folder, extras(model.config.source, source, tokenizer))
         config |= token_ids(source or model.config.source)
-        if model.plan.is_swiftkv and model.config.family not in _CODED:
+        if model.plan.is_swiftkv and model.config.family in _NOT_CODED:
             warnings.warn(
-                f"{out_dir} has no PyTorch code: it supports students of {', '.join(_CODED)}, not of "
-                f"{model.config.family}; the folder loads here alone",
+                f"{out_dir} has no PyTorch code: there is none for students of {model.config.family}; the "
+                "folder loads here alone",
                 UsageWarning,
                 stacklevel=2,
             )

@@ -40,7 +40,10 @@ def _t5(raw: Mapping, shared: dict) -> dict[str, dict]:
     }
     layers = _number(raw, "num_layers") if raw.get("num_layers") is not None else both["num_layers"]
     within = _encoder("t5", both) | {"num_layers": layers}
-    return {"decoder": both | {"scaled_logits": tied}, "encoder": within}
+    return {
+        "decoder": both | ({"logits_scale": both["hidden_size"] ** -0.5} if tied else {}),
+        "encoder": within,
+    }
 
 
 def _projection(said: typing.Any) -> tuple[str, bool]:
@@ -92,5 +95,5 @@ def family_written(config: typing.Any) -> dict:
         "feed_forward_proj": projections.get((config.activation, config.gated)),
         "relative_attention_num_buckets": config.relative_buckets,
         "relative_attention_max_distance": config.relative_distance,
-        "scale_decoder_outputs": config.scaled_logits,
+        "scale_decoder_outputs": config.logits_scale != 1,
     }

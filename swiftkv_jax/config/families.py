@@ -25,6 +25,17 @@ class Family:
       written: fields that have the same value in all its config.json files.
       encoder: fields of ModelConfig in which its encoder differs from its decoder; None: it has no encoder.
       wide: whether its activations exceed float16's range (65504), in checkpoints trained in bfloat16.
+      numbers: field of ModelConfig -> (field of config.json, the power of it that the first is). A field that
+        is absent or null leaves the default.
+      out_bias: the field that says whether the output projection of attention has a bias; "": it has none.
+      window: the layers that have it if config.json lists no `layer_types`: "" none, "every", "late" (from
+        `max_window_layers` on, if `use_sliding_window`), "pattern" (all but each `pattern`-th), "unturned"
+        (those without rotary embedding, if `use_sliding_window`).
+      pattern: the default of `sliding_window_pattern`.
+      ropes: the layers whose rotary table differs: "" none; "window": layers with a window have their own,
+        without scaling; "unlisted": those whose `no_rope_layers` is 0 have none; "global": those without a
+        window have none, if others have one.
+      rope: fields of RopeConfig that differ from the defaults.
     """
 
     architecture: str
@@ -39,7 +50,41 @@ class Family:
     written: _Fields = dataclasses.field(default_factory=dict)
     encoder: _Fields | None = None
     wide: bool = False
+    numbers: dict[str, tuple[str, int | float]] = dataclasses.field(default_factory=dict)
+    out_bias: str = "attention_bias"
+    window: str = ""
+    pattern: int = 0
+    ropes: str = ""
+    rope: _Fields = dataclasses.field(default_factory=dict)
 
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """A model of images and text whose `text_config` is a decoder here.
+
+    Attributes:
+      architecture: its class in transformers. texts: `model_type` of `text_config` -> family. prefix:
+        the beginning of its text's tensor names. head: what precedes the name of its output head.
+    """
+
+    architecture: str
+    texts: dict[str, str]
+    prefix: str = "language_model.model."
+    head: str = "language_model."
+
+
+WRAPPERS = {
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+    "mistral3": Wrapper(
+        "Mistral3ForConditionalGeneration", {"mistral": "mistral", "ministral3": "ministral3"}
+    ),
+    "qwen3_vl": Wrapper(
+        "Qwen3VLForConditionalGeneration",
+        {"qwen3_vl_text": "qwen3"},
+        "model.language_model.",
+        "",
+    ),
+}
 
 _GELU_TANH = "gelu_pytorch_tanh"
 # GPT-2 and relatives: LayerNorm, biases, an MLP without a gate, learned positions instead of rotary.
@@ -53,21 +98,139 @@ _BEFORE_ROPE = {
     "o_bias": True,
     "mlp_bias": True,
 }
+_BIASES = ("attention_bias", "mlp_bias")
+_GEMMA = {"norm": "rms_plus_one", "activation": "gelu_tanh"}
+_GEMMA_NEUTRAL: dict[str, tuple] = dict.fromkeys(("hidden_act", "hidden_activation"), (_GELU_TANH, None))
+_GEMMA_WRITTEN: _Fields = dict.fromkeys(("hidden_act", "hidden_activation"), _GELU_TANH)
+# Sizes that a `text_config` may leave out.
+_GEMMA_SIZES = {
+    "hidden_act": _GELU_TANH,
+    "tie_word_embeddings": True,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+_ROOT: dict[str, tuple[str, int | float]] = {"embedding_scale": ("hidden_size", 0.5)}
+_LOGITS_CAP: dict[str, tuple[str, int | float]] = {"logits_softcap": ("final_logit_softcapping", 1)}
+_OLMO2 = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_whole": True}
 _LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="Llama"),
-    "mistral": Family(architecture="Mistral"),
-    "qwen2": Family(architecture="Qwen2"),
-    "qwen3": Family(architecture="Qwen3"),
+    "llama": Family(architecture="Llama", reads=_BIASES),
+    "mistral": Family(architecture="Mistral", window="every", defaults={"sliding_window": 4096}),
+    "ministral3": Family(architecture="Ministral3", window="every", defaults={"rms_norm_eps": 1e-5}),
+    "qwen2": Family(architecture="Qwen2", window="late", fields={"qkv_bias": True}),
+    "qwen3": Family(
+        architecture="Qwen3",
+        window="late",
+        fields={"qk_norm": True},
+        defaults={"head_dim": 128},
+        reads=("attention_bias",),
+    ),
     "gemma": Family(
         architecture="Gemma",
-        fields={"norm": "rms_plus_one", "activation": "gelu_tanh", "scaled_embedding": True},
+        fields=_GEMMA,
         # The first files say "gelu" but mean the tanh approximation.
         neutral={"hidden_act": (_GELU_TANH, "gelu"), "hidden_activation": (_GELU_TANH, None)},
         defaults={"tie_word_embeddings": True, "head_dim": 256},
+        reads=("attention_bias",),
         written={"hidden_act": _GELU_TANH},
         wide=True,  # google/gemma_pytorch, issue 10: NaN in float16
+        numbers=_ROOT,
+    ),
+    "gemma2": Family(
+        architecture="Gemma2",
+        fields=_GEMMA | {"norm_after": True},
+        neutral=_GEMMA_NEUTRAL,
+        defaults=_GEMMA_SIZES
+        | {
+            "vocab_size": 256_000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        reads=("attention_bias",),
+        inert=("sliding_window_size",),
+        written=_GEMMA_WRITTEN,
+        wide=True,
+        numbers=_ROOT
+        | _LOGITS_CAP
+        | {
+            "attention_scale": ("query_pre_attn_scalar", -0.5),
+            "attention_softcap": ("attn_logit_softcapping", 1),
+        },
+        window="pattern",
+        pattern=2,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3",
+        fields=_GEMMA | {"norm_after": True, "qk_norm": True},
+        neutral=_GEMMA_NEUTRAL,
+        defaults=_GEMMA_SIZES
+        | {
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        reads=("attention_bias", "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+        written=_GEMMA_WRITTEN,
+        wide=True,
+        numbers=_ROOT | _LOGITS_CAP | {"attention_scale": ("query_pre_attn_scalar", -0.5)},
+        window="pattern",
+        pattern=6,
+        ropes="window",
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3",
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+        reads=(*_BIASES, "no_rope_layers", "no_rope_layer_interval"),
+        window="unturned",
+        ropes="unlisted",
+    ),
+    "granite": Family(
+        architecture="Granite",
+        defaults={"attention_multiplier": 1.0},
+        reads=_BIASES,
+        numbers={
+            "embedding_scale": ("embedding_multiplier", 1),
+            "attention_scale": ("attention_multiplier", 1),
+            "residual_scale": ("residual_multiplier", 1),
+            "logits_scale": ("logits_scaling", -1),
+        },
+    ),
+    "seed_oss": Family(
+        architecture="SeedOss",
+        defaults={"attention_bias": True, "head_dim": 128},
+        reads=(*_BIASES, "attention_out_bias"),
+        out_bias="attention_out_bias",
+    ),
+    "glm4": Family(
+        architecture="Glm4",
+        fields={"norm_after": True},
+        defaults={
+            "attention_bias": True,
+            "rms_norm_eps": 1.5625e-07,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+        },
+        reads=("attention_bias", "partial_rotary_factor"),
+        out_bias="",
+        rope={"interleaved": True},
+    ),
+    "exaone4": Family(
+        architecture="Exaone4",
+        fields={"norm_before": False, "norm_after": True, "qk_norm": True},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        reads=("sliding_window_pattern",),
+        window="pattern",
+        pattern=4,
+        ropes="global",
     ),
     "opt": Family(
         architecture="OPT",
@@ -86,7 +249,12 @@ FAMILIES: dict[str, Family] = {
         inert=("init_std", "layerdrop"),
         written={"hidden_act": "relu", "do_layer_norm_before": True},
     ),
-    "phi3": Family(architecture="Phi3", defaults={"rms_norm_eps": 1e-5}, reads=("partial_rotary_factor",)),
+    "phi3": Family(
+        architecture="Phi3",
+        window="every",
+        defaults={"rms_norm_eps": 1e-5},
+        reads=("partial_rotary_factor",),
+    ),
     "gpt2": Family(
         architecture="GPT2",
         head="LMHeadModel",
@@ -123,12 +291,23 @@ FAMILIES: dict[str, Family] = {
         architecture="Olmo",
         fields={"norm": "layer_plain", "rms_norm_eps": 1e-5},
         omits=("rms_norm_eps",),
-        reads=("clip_qkv",),
+        reads=("attention_bias", "clip_qkv"),
+        numbers={"clip_qkv": ("clip_qkv", 1)},
     ),
     "olmo2": Family(
         architecture="Olmo2",
-        fields={"norm_after": True, "qk_norm": True, "qk_norm_whole": True},
+        fields=_OLMO2,
         defaults={"rms_norm_eps": 1e-5},
+        reads=("attention_bias",),
+    ),
+    "olmo3": Family(
+        architecture="Olmo3",
+        fields=_OLMO2,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
+        reads=("attention_bias",),
+        window="pattern",
+        pattern=4,
+        ropes="window",
     ),
     "t5": Family(
         architecture="T5",

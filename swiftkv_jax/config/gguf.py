@@ -14,7 +14,7 @@ from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.gguf_header import KINDS, Header, read_header
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp calls a Mistral a llama
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # llama.cpp calls a Mistral a llama
 ROPE_FACTORS = "rope_freqs.weight"
 _DTYPES = {"F32": "float32", "F16": "float16"}  # by the commonest form; bfloat16 for all others
 # Key, without the architecture's name -> field of config.json.
@@ -29,7 +29,12 @@ _SIZES = {
     "context_length": "max_position_embeddings",
 }
 _OPTIONAL = ("attention.head_count_kv", "attention.key_length")
-_NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+_NUMBERS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+_DEEPEST_GEMMA3 = 62  # layers of the 27B, whose scores alone are scaled by another width than a head's
 # Features that only other decoders have, under the names that config.json would use.
 _FOREIGN = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -82,9 +87,14 @@ def config_dict(header: Header) -> dict:
     }
     out: dict = {
         "model_type": _family(architecture, data),
-        "hidden_act": "silu",
         **_sizes(architecture, own, header),
     }
+    if architecture == "gemma3":
+        width = out["hidden_size"] // out["num_attention_heads"]
+        deepest = out["num_hidden_layers"] == _DEEPEST_GEMMA3
+        out["query_pre_attn_scalar"] = width if deepest else out["head_dim"]
+    else:
+        out["hidden_act"] = "silu"
     out |= {field: own[key] for key, field in _FOREIGN.items() if own.get(key)}
     out |= _window(out["model_type"], own)
     out["rope_scaling"] = _scaling(own) or _llama3(header, out)
@@ -130,6 +140,8 @@ def _window(family: str, own: Mapping) -> dict:
 
 def _family(architecture: str, data: Mapping) -> str:
     """`model_type`. Only its name tells a Mistral from a Llama; the computation is the same."""
+    if architecture == "gemma3":
+        return "gemma3_text"
     names = (str(data.get(f"general.{key}", "")).lower() for key in ("name", "basename"))
     return "mistral" if architecture == "llama" and any("mistral" in name for name in names) else architecture
 

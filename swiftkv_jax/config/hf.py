@@ -1,7 +1,9 @@
 """Reading of published config.json files: which fields are used, must be neutral, or do not matter."""
 
+import dataclasses
 import json
 import re
+import typing
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +11,10 @@ from pathlib import Path
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.common.folder import read_json
-from swiftkv_jax.config.families import FAMILIES, Family
+from swiftkv_jax.config.families import FAMILIES, WRAPPERS, Family
 from swiftkv_jax.config.gguf import config_of
 from swiftkv_jax.config.gguf_header import gguf_of
+from swiftkv_jax.config.rope import NONE, RopeConfig
 
 FULL_ATTENTION = 2**30  # a window no sequence fills
 OWN_CODE = "modeling_swiftkv"  # the module that a student's folder carries for transformers
@@ -81,17 +84,13 @@ _INERT_NAMES = re.compile(
 _SLIM_FIELDS = ("version", "forms", "cross_forms")
 _SHOWN = 60  # characters of a value in a message
 # transformers' own defaults, for fields that a published file may leave out.
-_QWEN3_HEAD_DIM = 128
 _QWEN_MAX_WINDOW_LAYERS = 28
-_MISTRAL_WINDOW = 4096
 _MOST, _MOST_LAYERS = 2**31 - 1, 4096  # no model is larger, but a hostile file may claim to be
-# Families whose config.json says whether projections have biases.
-BIASED = ("llama", "qwen3", "gemma", "olmo", "olmo2")
-_WINDOWED = ("mistral", "qwen2", "qwen3", "phi3")
-_ON_EVERY_LAYER = ("mistral", "phi3")  # a window applies to all layers
-_KINDS = {"full_attention", "sliding_attention"}
+_FULL, _SLIDING = _KINDS = ("full_attention", "sliding_attention")
 # Families that may omit num_key_value_heads, which then equals the number of query heads.
-_MULTI_HEAD = ("llama", "phi3", "olmo", "olmo2", "gpt2", "opt", "t5", "whisper")
+_MULTI_HEAD = ("llama", "phi3", "olmo", "olmo2", "olmo3", "granite", "gpt2", "opt", "t5", "whisper")
+# What a wrapper's own level of config.json says of its text too.
+_OF_WRAPPERS = ("tie_word_embeddings", "torch_dtype", "dtype", "slim_attention", "quantization_config")
 
 
 def read_config_json(source: Mapping | str | Path) -> Mapping:
@@ -106,6 +105,31 @@ def read_config_json(source: Mapping | str | Path) -> Mapping:
     if "model_type" not in raw and (path / "export" / "config.json").is_file():
         raise UsageError(f"{path} is the folder of a run; its student is in {path / 'export'}")
     return raw
+
+
+def text_of(raw: Mapping) -> tuple[Mapping, str | None]:
+    """The fields of the text model that config.json describes, and the wrapper around it, if there is one:
+    the `model_type` of a model of images and text.
+
+    Raises:
+      UsageError: the wrapper has no text part, or one that is no family here.
+    """
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    if kind not in WRAPPERS:
+        return raw, None
+    texts = WRAPPERS[kind].texts
+    text = text if isinstance(text, Mapping) else {"model_type": None}
+    found = text.get("model_type", next(iter(texts)))
+    if found not in texts:
+        raise UsageError(
+            f"config.json: only the text part of {kind} is read, a text_config of model_type "
+            f"{' or '.join(texts)}, not {_shown(found)}"
+        )
+    own = {name: raw[name] for name in _OF_WRAPPERS if name in raw}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := text.get(name), Mapping):  # Qwen3-VL: all positions of a text's token are one
+            own[name] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    return {**text, **own, "model_type": texts[found]}, kind
 
 
 def base_family(raw: Mapping) -> str:
@@ -152,8 +176,9 @@ def check_fields(raw: Mapping) -> None:
                 "take the checkpoint that they were made from"
             )
     family = FAMILIES[base_family(raw)]
+    read = {*family.reads, *(name for name, _ in family.numbers.values())}
     for name, allowed in (_NEUTRAL | family.neutral).items():
-        if name in raw and name not in family.reads and raw[name] not in allowed:
+        if name in raw and name not in read and raw[name] not in allowed:
             values = " or ".join(_shown(value) for value in allowed if value not in ([], {}))
             raise UsageError(f"config.json: {name} is {_shown(raw[name])}; only {values} is supported")
     for message in _doubts(raw):
@@ -184,7 +209,8 @@ def _doubts(raw: Mapping) -> list[str]:
 
 def _may_matter(family: Family, name: str, value) -> bool:
     """Whether an unknown field could change the numbers."""
-    known = (_READ, _NEUTRAL, _INERT, _QUANTISED, family.inert, family.neutral, family.reads)
+    numbers = [field for field, _ in family.numbers.values()]
+    known = (_READ, _NEUTRAL, _INERT, _QUANTISED, family.inert, family.neutral, family.reads, numbers)
     off = value is None or value is False or value in ("", [], {})
     return not any(name in names for names in known) and not off and not _INERT_NAMES.fullmatch(name)
 
@@ -221,10 +247,10 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
     """ModelConfig's fields, all but `rope`; `raw` as `with_llama_names` gives it."""
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     multi_head = family in _MULTI_HEAD or "num_key_value_heads" in raw  # null: one for each head
-    bias = flag(raw, "attention_bias")
-    if bias and family not in BIASED:
+    bias, reads = flag(raw, "attention_bias"), FAMILIES[family].reads
+    if bias and "attention_bias" not in reads:
         raise UsageError(f"config.json: attention_bias is true, but {family} has no such choice")
-    if flag(raw, "mlp_bias") and family != "llama":
+    if flag(raw, "mlp_bias") and "mlp_bias" not in reads:
         raise UsageError(f"config.json: mlp_bias is true, but {family} has no MLP biases")
     if flag(raw, "exit_head") and not is_swiftkv(raw):
         raise UsageError(
@@ -236,7 +262,11 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
             f"config.json: word_embed_proj_dim is {_shown(width)}; embeddings of another width than "
             f"hidden_size, {hidden}, are not supported"
         )
-    clip = raw.get("clip_qkv")
+    numbers = {}
+    for field, (name, power) in FAMILIES[family].numbers.items():
+        if raw.get(name):
+            numbers[field] = checks.above(f"config.json: {name}", raw[name], 0) ** power
+    windows = _windows_from_hf(family, raw)
     return {
         "family": family,
         "vocab_size": integer(raw, "vocab_size"),
@@ -245,17 +275,17 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "num_layers": integer(raw, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": integer(raw, "num_key_value_heads", heads if multi_head else None),
-        "head_dim": integer(raw, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
+        "head_dim": integer(raw, "head_dim", hidden // heads),
         "rms_norm_eps": checks.above("config.json: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), 0, 1e30),
         "max_position_embeddings": integer(raw, "max_position_embeddings"),
         "tie_word_embeddings": flag(raw, "tie_word_embeddings"),
-        "qkv_bias": family == "qwen2" or bias,
-        "o_bias": bias,
+        "qkv_bias": bias,
+        "o_bias": flag(raw, FAMILIES[family].out_bias),
         "mlp_bias": flag(raw, "mlp_bias"),
-        "qk_norm": family == "qwen3",
-        "windows": _windows_from_hf(family, raw),
+        "windows": windows,
         "exit_head": flag(raw, "exit_head"),
-        "clip_qkv": checks.above("config.json: clip_qkv", clip, 0) if clip else None,
+        **_ropes_from_hf(family, raw, windows),
+        **numbers,
         **FAMILIES[family].fields,
         "dtype": said_dtype(raw) or "float32",
     }
@@ -307,49 +337,132 @@ def _listed(forms, where: str, count: int, what: str) -> tuple[str, ...]:
 
 def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
     """Each layer's window, from the flags or from `layer_types` (which wins, as in transformers)."""
-    layers = integer(raw, "num_hidden_layers")
-    window = raw.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
-    if family in ("qwen2", "qwen3") and not flag(raw, "use_sliding_window"):
+    layers, which = integer(raw, "num_hidden_layers"), FAMILIES[family].window
+    window = raw.get("sliding_window")
+    if which in ("late", "unturned") and not flag(raw, "use_sliding_window"):
         window = None
     if family == "llama" and raw.get("use_sliding_window") is False:
         window = None  # a Qwen checkpoint converted to a Llama
-    if window is not None and family not in _WINDOWED:
+    if window is not None and not which:
         raise UsageError(f"config.json: {family} has no sliding window, but sliding_window is {window!r}")
+    types = raw.get("layer_types")
     if window is not None:
         window = integer({"sliding_window": window}, "sliding_window")
-    first = 0 if family in _ON_EVERY_LAYER else raw.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
-    if window is not None:
-        checks.integer("config.json: max_window_layers", first)
-    types = raw.get("layer_types")
+        types = _window_kinds(family, raw, layers) if types is None else types
     if types is None:
-        return tuple(window if window is not None and j >= first else FULL_ATTENTION for j in range(layers))
-    if not isinstance(types, list | tuple) or len(types) != layers or not set(map(str, types)) <= _KINDS:
-        raise UsageError(
-            f"config.json: layer_types must name {' or '.join(sorted(_KINDS))} for {layers} layers"
-        )
-    if window is None and "sliding_attention" in types:
+        return (FULL_ATTENTION,) * layers
+    if not isinstance(types, list | tuple) or len(types) != layers or not set(map(str, types)) <= {*_KINDS}:
+        raise UsageError(f"config.json: layer_types must name {' or '.join(_KINDS)} for {layers} layers")
+    if window is None and _SLIDING in types:
         raise UsageError("config.json: layer_types has sliding_attention, but no sliding window is in force")
-    if window is not None and family in _ON_EVERY_LAYER and "full_attention" in types:
+    if window is not None and which == "every" and _FULL in types:
         raise UsageError(
             f"config.json: {family} has its window on every layer; layer_types has full_attention"
         )
     span = FULL_ATTENTION if window is None else window
-    return tuple(span if kind == "sliding_attention" else FULL_ATTENTION for kind in types)
+    return tuple(span if kind == _SLIDING else FULL_ATTENTION for kind in types)
 
 
-def window_fields(family: str, windows: tuple[int, ...]) -> dict:
-    """The published fields that describe `windows`; the inverse of the reading above."""
-    sliding = [window for window in windows if window != FULL_ATTENTION]
-    window = sliding[0] if sliding else None
-    if family not in _WINDOWED:
-        return {}
-    if family in _ON_EVERY_LAYER:
-        return {"sliding_window": window}
-    types = ["full_attention" if w == FULL_ATTENTION else "sliding_attention" for w in windows]
-    first = next((j for j, kind in enumerate(types) if kind == "sliding_attention"), len(windows))
-    return {
-        "use_sliding_window": bool(sliding),
-        "sliding_window": window,
-        "max_window_layers": first,
-        "layer_types": types,
-    }
+def _window_kinds(family: str, raw: Mapping, layers: int) -> list[str]:
+    """`layer_types` of a file that has a window and does not list them."""
+    match FAMILIES[family].window:
+        case "late":
+            first = checks.integer(
+                "config.json: max_window_layers", raw.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
+            )
+            has = [layer >= first for layer in range(layers)]
+        case "unturned":
+            has = [not turned for turned in _turned(raw, layers)]
+        case "pattern":
+            names = ("sliding_window_pattern", "_sliding_window_pattern")
+            given = next((raw[name] for name in names if raw.get(name)), FAMILIES[family].pattern)
+            if isinstance(given, str):  # EXAONE 4: "LLLG", and the last layer sees all
+                if not set(given) <= {"L", "G"}:
+                    raise UsageError(
+                        "config.json: sliding_window_pattern must be a number or made of L and G, not "
+                        f"{_shown(given)}"
+                    )
+                has = [given[layer % len(given)] == "L" for layer in range(layers - 1)] + [False]
+            else:
+                every = checks.integer("config.json: sliding_window_pattern", given, 1)
+                has = [(layer + 1) % every != 0 for layer in range(layers)]
+        case _:
+            has = [True] * layers
+    return [_SLIDING if own else _FULL for own in has]
+
+
+def _turned(raw: Mapping, layers: int) -> list[bool]:
+    """Whether each layer of a SmolLM3 has rotary embedding."""
+    said = raw.get("no_rope_layers")
+    if said is None:
+        every = integer(raw, "no_rope_layer_interval")
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if not isinstance(said, list | tuple) or len(said) < layers or not {*map(str, said)} <= {"0", "1"}:
+        raise UsageError(f"config.json: no_rope_layers must be 0 or 1 for each of {layers} layers")
+    return [bool(turned) for turned in said[:layers]]
+
+
+def _ropes_from_hf(family: str, raw: Mapping, windows: tuple[int, ...]) -> dict:
+    """ModelConfig's fields `rope` and `ropes`."""
+    how, said = FAMILIES[family].ropes, raw.get("rope_parameters")
+    by_kind = isinstance(said, Mapping) and bool(said.keys() & {*_KINDS})
+    if by_kind and how != "window":
+        raise UsageError(f"config.json: rope_parameters names kinds of layers, and {family} has one table")
+    both = said if by_kind and isinstance(said, Mapping) else {}
+
+    def read(kind: str, **given) -> RopeConfig:
+        alone = by_kind or kind == _SLIDING  # a scaling that names no kind is that of full attention
+        own = {"rope_parameters": both.get(kind), "rope_scaling": None} if alone else {}
+        return dataclasses.replace(RopeConfig.from_hf({**raw, **own, **given}), **FAMILIES[family].rope)
+
+    rope = read(_FULL)
+    if rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in FAMILIES[family].reads:
+        raise UsageError(f"config.json: {family} has no partial_rotary_factor other than 1.0")
+    other, has = RopeConfig(rope_type=NONE), [window != FULL_ATTENTION for window in windows]
+    match how:
+        case "window":
+            other = read(_SLIDING, rope_theta=raw.get("rope_local_base_freq", rope.rope_theta))
+        case "unlisted":
+            has = [not turned for turned in _turned(raw, len(windows))]
+        case "global":
+            has = [raw.get("sliding_window") is not None and not window for window in has]
+        case _:
+            has = []
+    return {"rope": rope, "ropes": tuple(other if own else rope for own in has)}
+
+
+def written_fields(config: typing.Any) -> dict:
+    """The published fields of a ModelConfig's windows, rotary tables and numbers: the inverse of the reading
+    above."""
+    family = FAMILIES[config.family]
+    sliding = [window for window in config.windows if window != FULL_ATTENTION]
+    window, out = sliding[0] if sliding else None, {}
+    types = [_FULL if w == FULL_ATTENTION else _SLIDING for w in config.windows]
+    if family.window:
+        out["sliding_window"] = window
+    if family.window in ("late", "unturned"):
+        out["use_sliding_window"] = bool(sliding)
+    if family.window == "late":
+        out["max_window_layers"] = next((j for j, w in enumerate(types) if w == _SLIDING), len(types))
+    if family.window not in ("", "every"):
+        out["layer_types"] = types
+    ropes = config.ropes or (config.rope,) * len(types)
+    if family.ropes == "unlisted":
+        out["no_rope_layers"] = [int(rope == config.rope) for rope in ropes]
+    if family.ropes == "window":
+        local = next((rope for rope in ropes if rope != config.rope), config.rope)
+        tables = {_FULL: config.rope, _SLIDING: local}
+        out["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": rope.rope_theta}
+            | (rope.to_hf(config.max_position_embeddings) or {})
+            for kind, rope in tables.items()
+        }
+        if "rope_local_base_freq" in family.reads:
+            out["rope_local_base_freq"] = local.rope_theta
+    for field, (name, power) in family.numbers.items():
+        value = getattr(config, field)
+        if power != 1:
+            value = float(f"{value ** (1 / power):.12g}")
+            value = int(value) if value == int(value) else value
+        out[name] = value
+    return out

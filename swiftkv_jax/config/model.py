@@ -1,16 +1,16 @@
 """The config of a decoder, and of its encoder: read from a Hugging Face config.json, frozen, validated."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from swiftkv_jax.common import checks
-from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.config.encoders import family_fields, family_written
-from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.families import FAMILIES, WRAPPERS
 from swiftkv_jax.config.hf import (
-    BIASED,
     FULL_ATTENTION,
     base_family,
     check_fields,
@@ -20,8 +20,9 @@ from swiftkv_jax.config.hf import (
     integer,
     is_swiftkv,
     read_config_json,
-    window_fields,
+    text_of,
     with_llama_names,
+    written_fields,
 )
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
@@ -40,6 +41,7 @@ class Kind(NamedTuple):
 
     window: int
     mlp: str
+    rope: RopeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,21 +52,23 @@ class ModelConfig:
       family: config.json's `model_type` of the base model, one of FAMILIES.
       norm: "rms"; "rms_plus_one": its gain is stored less 1, and applied in float32 (Gemma); "layer":
         LayerNorm with a bias; "layer_plain": without weights (OLMo). rms_norm_eps: of any norm.
-      norm_after: norms follow attention and MLP instead of preceding them (OLMo-2).
+      norm_before, norm_after: norms precede attention and MLP, or follow them (OLMo-2), or both (Gemma 2).
       qk_norm: queries and keys are normed before rotary embedding: each head by itself, or with
         qk_norm_whole all heads together. clip_qkv: clips the projected queries, keys and values.
       k_bias: whether keys have a bias too if queries and values have one (qkv_bias).
-      attention_scale: of the scores; None: head_dim ** -0.5.
+      attention_scale: of the scores; None: head_dim ** -0.5. attention_softcap, logits_softcap: their largest
+        absolute value, which they approach as tanh does (Gemma 2); None: there is none.
       activation: of the MLP, "silu", "gelu_tanh" (the tanh approximation), "gelu" or "relu". gated: whether
         its output multiplies a second projection.
       learned_positions: a table of position embeddings is added to the token embeddings; `unused_positions`
         of its rows precede position 0 (OPT).
       relative_buckets: number of distance ranges of a learned bias of the scores by head and distance (T5);
         the last range begins at `relative_distance`. 0: no such bias.
-      scaled_embedding: whether embeddings are multiplied by the root of hidden_size. scaled_logits: whether
-        the stream is divided by it before the head.
+      embedding_scale, residual_scale, logits_scale: factors of the embeddings, of what attention and MLP add
+        to the stream, and of the normed stream before the head.
       windows: keys that a query sees in each layer, its own included; FULL_ATTENTION for all.
       mlps: the kind of each layer's MLP, a key of `layers.MLPS`; empty: all are dense.
+      ropes: the rotary embedding of each layer; empty: that of all is `rope`.
       dtype: the checkpoint's dtype, and the default for loading it.
       max_position_embeddings: context length in tokens.
       encoder: config of the encoder whose output every layer also reads; None: there is none.
@@ -72,6 +76,8 @@ class ModelConfig:
         that its two convolutions read; 0: it reads tokens, by the decoder's embeddings.
       exit_head: whether there is an exit head, a norm and an output head on the hidden states entering
         `split`, for early exit (SwiftKV paper, B.4); for SwiftKV plans only.
+      wrapper: `model_type` of the model of images and text that this one is the text part of, which its
+        checkpoint's names and config.json have too; None: there is none. Like `source` it is not compared.
       source: folder the model was read from, if it has a tokenizer, generation settings or token ids. It does
         not take part in comparisons: configs that differ in it alone are equal, and share compiled programs.
     """
@@ -97,22 +103,28 @@ class ModelConfig:
     qk_norm_whole: bool = False
     clip_qkv: float | None = None
     norm: str = "rms"
+    norm_before: bool = True
     norm_after: bool = False
     activation: str = "silu"
     gated: bool = True
     relative_buckets: int = 0
     relative_distance: int = 128
-    scaled_embedding: bool = False
-    scaled_logits: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
     learned_positions: bool = False
     unused_positions: int = 0
     windows: tuple[int, ...] = ()
     mlps: tuple[str, ...] = ()
+    ropes: tuple[RopeConfig, ...] = ()
     dtype: str = "float32"
     exit_head: bool = False
     encoder: "ModelConfig | None" = None
     bidirectional: bool = False
     mels: int = 0
+    wrapper: str | None = dataclasses.field(default=None, compare=False, repr=False)
     source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -150,13 +162,28 @@ class ModelConfig:
                 f"windows needs one positive number for each of {self.num_layers} layers, not {windows}"
             )
         object.__setattr__(self, "windows", windows)
-        if len(self.mlps) not in (0, self.num_layers):
-            raise UsageError(f"mlps needs one kind for each of {self.num_layers} layers, not {self.mlps}")
+        for name in ("mlps", "ropes"):
+            if len(given := getattr(self, name)) not in (0, self.num_layers):
+                raise UsageError(f"{name} needs one for each of {self.num_layers} layers, not {given}")
+        if set(self.ropes) == {self.rope}:
+            object.__setattr__(self, "ropes", ())
+
+    def __hash__(self) -> int:
+        """Of some fields, as programs hash their config at every call."""
+        return hash((self.family, self.num_layers, self.hidden_size, self.windows, self.dtype))
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kind of each layer: only layers of one kind lie in one stack."""
-        return tuple(map(Kind, self.windows, self.mlps or ("dense",) * self.num_layers))
+        many = self.num_layers
+        return tuple(
+            map(Kind, self.windows, self.mlps or ("dense",) * many, self.ropes or (self.rope,) * many)
+        )
+
+    @property
+    def tables(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings that layers have, each once."""
+        return tuple(dict.fromkeys(self.ropes or (self.rope,)))
 
     @property
     def longest_context(self) -> int:
@@ -172,18 +199,19 @@ class ModelConfig:
           UsageError: the file cannot be read, the model type is unknown, or a field asks for something that
             this decoder does not compute. An unknown field that might matter gives a UsageWarning.
         """
-        raw = read_config_json(source)
+        raw, wrapper = text_of(read_config_json(source))
+        if wrapper:
+            message = f"config.json: {wrapper} reads images too; only its text model is loaded"
+            warnings.warn(message, UsageWarning, stacklevel=2)
         family, raw = base_family(raw), with_llama_names(raw)
         check_fields(raw)
         fields = fields_from_hf(family, raw)
+        fields["wrapper"] = wrapper
         if FAMILIES[family].encoder is not None:
             whole = family_fields(family, raw, fields)
             fields, within = whole["decoder"], whole["encoder"]
             fields["encoder"] = cls(**within)
-        rope = fields.pop("rope", None) or RopeConfig.from_hf(raw)
-        if rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in FAMILIES[family].reads:
-            raise UsageError(f"config.json: {family} has no partial_rotary_factor other than 1.0")
-        return cls(**fields, rope=rope)
+        return cls(**fields)
 
     def to_hf(self, plan: KVPlan) -> dict:
         """The config.json of this model as it is published; a SwiftKV plan has `model_type`
@@ -217,19 +245,15 @@ class ModelConfig:
             "attention_dropout": 0.0,
             "torch_dtype": self.dtype,
         }
-        out |= window_fields(self.family, self.windows) | family.written
+        out |= written_fields(self) | family.written
         if self.rope.rope_type == "longrope":  # outside of rope_scaling too, where transformers looks first
             out["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
-        if self.rope.partial_rotary_factor != 1:
+        if "partial_rotary_factor" in family.reads:
             out["partial_rotary_factor"] = self.rope.partial_rotary_factor
         if "word_embed_proj_dim" in family.reads:
             out["word_embed_proj_dim"] = self.hidden_size
-        if "clip_qkv" in family.reads:
-            out["clip_qkv"] = self.clip_qkv
-        if self.family in BIASED:
-            out["attention_bias"] = self.qkv_bias
-        if self.family == "llama":
-            out["mlp_bias"] = self.mlp_bias
+        said = {"attention_bias": self.qkv_bias, "attention_out_bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        out |= {name: value for name, value in said.items() if name in family.reads}
         if plan.is_swiftkv:
             out |= {"model_type": f"{self.family}_swiftkv", "swiftkv": True}
             out |= {"num_key_value_layers": split, "key_value_group_size": share}
@@ -246,7 +270,15 @@ class ModelConfig:
         if self.encoder is not None:
             out |= family_written(self)
         self._check_says_all(out)
-        return out
+        return out if self.wrapper is None else self._wrapped(out)
+
+    def _wrapped(self, text: dict) -> dict:
+        """The config.json of the model of images and text around this one; its images' fields are missing."""
+        wrapper = WRAPPERS[self.wrapper or ""]
+        kind = next(name for name, family in wrapper.texts.items() if family == self.family)
+        outer = {"model_type": self.wrapper, "architectures": [wrapper.architecture]}
+        outer |= {name: text[name] for name in ("tie_word_embeddings", "torch_dtype")}
+        return outer | {"text_config": {**text, "model_type": kind}}
 
     def _check_says_all(self, raw: dict) -> None:
         read = ModelConfig.from_hf(raw)
@@ -261,13 +293,14 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Width of the first part of each head, to which rotary embedding is applied."""
-        return int(self.head_dim * self.rope.partial_rotary_factor)
+        return self.rope.width(self.head_dim)
 
     @property
     def fused_fill(self) -> bool:
         """Whether the fused fill (kernels/fused_kv_fill) supports this model's way to make rows."""
-        rms = self.norm in ("rms", "rms_plus_one") and not self.norm_after
-        return rms and not (self.clip_qkv or self.qk_norm_whole) and self.rotary_dim == self.head_dim
+        rms = self.norm in ("rms", "rms_plus_one") and self.norm_before
+        turns = len(self.tables) == 1 and self.rotary_dim == self.head_dim and not self.rope.interleaved
+        return rms and turns and not (self.clip_qkv or self.qk_norm_whole)
 
     @property
     def kv_width(self) -> int:
@@ -278,8 +311,7 @@ class ModelConfig:
 def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
     """The plan that config.json describes: standard, or SwiftKV by its published fields. Rows have the forms
     that `slim_attention` lists, or with slim=False keys and values."""
-    raw = read_config_json(source)
-    raw = with_llama_names(raw)
+    raw = with_llama_names(text_of(read_config_json(source))[0])
     layers = integer(raw, "num_hidden_layers")
     plan = KVPlan.standard(layers)
     if is_swiftkv(raw):

@@ -288,16 +288,19 @@ class KVPlan:
         alone = self.made_at(layer) == (row,) and self.readers(row) == (layer,)
         return alone and not self.rows[row].shared_norm
 
-    def runs(self, kinds: Sequence[Hashable]) -> tuple[range, ...]:
+    def runs(self, kinds: Sequence[Hashable], tables: Sequence[Hashable] = ()) -> tuple[range, ...]:
         """The longest ranges of equal layers, cut where rows are made together.
 
         Layers are equal if they are of one kind (`kinds`, of all layers: see `ModelConfig.kinds`), read rows
-        of the same form (also in cross-attention), and either all make their own row or make none.
+        of the same form (also in cross-attention) that one rotary table turns (`tables`, of all makers; empty
+        if there is one), and either all make their own row or make none.
         """
 
         def kind(layer: int):
             crossing = self.cross_forms[layer : layer + 1]
-            return self.makes_own(layer), self.rows[self.reads[layer]].form, kinds[layer], crossing
+            row = self.rows[self.reads[layer]]
+            table = tables[row.maker] if tables else None
+            return self.makes_own(layer), row.form, table, kinds[layer], crossing
 
         starts = [0]
         for layer in range(1, self.num_layers):

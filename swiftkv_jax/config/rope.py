@@ -19,7 +19,7 @@ _FIELDS: dict[str, frozenset[str]] = {
     ),
     "yarn": frozenset(
         "factor original_max_position_embeddings beta_fast beta_slow attention_factor "
-        "mscale mscale_all_dim truncate".split()
+        "mscale mscale_all_dim truncate llama_4_scaling_beta".split()
     ),
     "longrope": frozenset(
         "short_factor long_factor factor original_max_position_embeddings attention_factor".split()
@@ -28,7 +28,8 @@ _FIELDS: dict[str, frozenset[str]] = {
 _ALIASES = {"su": "longrope"}  # as the first Phi-3 files call it
 _LISTS = ("short_factor", "long_factor")
 _TRAINED = ("llama3", "yarn", "longrope")  # types that need original_max_position_embeddings
-_INERT = frozenset({"finetuned"})  # Yarn-Llama says whether it was trained with its scaling
+# Yarn-Llama says whether it was trained with its scaling, and Ministral 3 repeats its context.
+_INERT = frozenset({"finetuned", "max_position_embeddings"})
 _POSITIVE = "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor".split()
 
 
@@ -38,6 +39,8 @@ class RopeConfig:
 
     A `rope_type` of "none" means no rotary embedding.
     `attention_factor` multiplies cos and sin (yarn, longrope); it is computed if config.json lacks it.
+    `interleaved`: neighbours in a head are rotated together, not its halves (GLM-4). `llama_4_scaling_beta`:
+    queries grow with the logarithm of their position over `original_max_position_embeddings` (Ministral 3).
     `partial_rotary_factor` is the share of a head, its first part, that is rotated. `longrope` divides the
     frequencies by `short_factor`, or for lengths over `original_max_position_embeddings` by `long_factor`.
     """
@@ -55,6 +58,8 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
+    interleaved: bool = False
+    llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self):
         if self.rope_type not in _FIELDS:
@@ -118,6 +123,10 @@ class RopeConfig:
             return cls(rope_type=kind, rope_theta=theta, partial_rotary_factor=partial, **typed)
         except UsageError as error:
             raise UsageError(f"config.json: {error}") from None
+
+    def width(self, head_dim: int) -> int:
+        """Width of the first part of each head, which is rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
     def longest(self, context: int) -> int:
         """The longest sequence that the scaling is meant for.

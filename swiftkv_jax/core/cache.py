@@ -326,7 +326,8 @@ class Cache:
         """Make rows of a flat batch from its hidden states `x`, whole pages at a time, by the fused fill."""
         form = self.plan.rows[rows[0]].form
         keys, values = self.stores[form]
-        tokens = Tokens(x, at.cos, at.sin, batch.sequence, batch.position, batch.valid)
+        (cos,), (sin,) = at.cos, at.sin
+        tokens = Tokens(x, cos, sin, batch.sequence, batch.position, batch.valid)
         fill = partial(
             fill_pages,
             rows=tuple(self.plan.place(row) for row in rows),

@@ -8,8 +8,9 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
-from swiftkv_jax.core.layers import before, norm, norm_weights, unit_norm
+from swiftkv_jax.core.layers import SHARED, before, norm, unit_norm
 from swiftkv_jax.core.shapes import Array, Float, Hidden, Int, PyTree
+from swiftkv_jax.kernels.common.mask import capped
 
 
 @runtime_checkable
@@ -43,7 +44,7 @@ def embed(
             _check_length(config, tokens.shape[-1])
             positions = jnp.arange(tokens.shape[-1])
         x = x + params["positions"][positions + config.unused_positions].astype(model.dtype)
-    return x * jnp.asarray(model.config.hidden_size**0.5, x.dtype) if model.config.scaled_embedding else x
+    return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
 def _check_length(config: ModelConfig, length: int) -> None:
@@ -56,20 +57,22 @@ def _check_length(config: ModelConfig, length: int) -> None:
 
 def logits(model: Decoder, params: PyTree, x: Hidden) -> Float[Array, "*batch V"]:
     """Float32 logits of the hidden states leaving the last layer: final norm, then the output head."""
-    h = norm(model.config, params, x)
-    return head(params, h * jnp.asarray(x.shape[-1] ** -0.5, h.dtype) if model.config.scaled_logits else h)
+    return head(model.config, params, norm(model.config, params, x))
 
 
-def head(params: PyTree, h: Hidden) -> Float[Array, "*batch V"]:
+def head(config: ModelConfig, params: PyTree, h: Hidden) -> Float[Array, "*batch V"]:
     """Float32 logits of normalised hidden states; a tied model uses its transposed embeddings."""
     kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
-    return jnp.matmul(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32)
+    h = h if config.logits_scale == 1 else h * jnp.asarray(config.logits_scale, h.dtype)
+    return capped(
+        jnp.matmul(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32), config.logits_softcap
+    )
 
 
 def exit_logits(model: Decoder, params: PyTree, x: Hidden) -> Float[Array, "*batch V"]:
     """Float32 logits of the exit head, on the hidden states entering `split` (SwiftKV paper, B.4)."""
     p = params["exit"]
-    return head(p, norm(model.config, p, x))
+    return head(model.config, p, norm(model.config, p, x))
 
 
 def normalised(model: Decoder, params: PyTree, shared: bool, layer: int, x: Hidden) -> Hidden:
@@ -81,5 +84,5 @@ def normalised(model: Decoder, params: PyTree, shared: bool, layer: int, x: Hidd
     config = model.config
     if not shared:
         return before(config, weights.layer(params, layer)["attentions"][0], x)
-    given = {name: params[f"shared_{name}"] for name in norm_weights(config) if f"shared_{name}" in params}
-    return before(config, given or unit_norm(config, x.dtype), x)
+    given = params if f"{SHARED}norm" in params else unit_norm(config, x.dtype, SHARED)
+    return before(config, given, x, SHARED)

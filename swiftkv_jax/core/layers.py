@@ -11,7 +11,7 @@ import numpy as np
 
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.rope import NONE, RopeConfig
-from swiftkv_jax.core.pytree import pytree
+from swiftkv_jax.core.pytree import pytree, static
 from swiftkv_jax.core.shapes import Angles, Array, Float, Hidden, Int, PyTree, Queries, Weight
 from swiftkv_jax.kernels.common.dispatch import device
 from swiftkv_jax.kernels.common.mask import weights_of
@@ -39,11 +39,9 @@ def linear_weights(inside: tuple[str, int], outside: tuple[str, int], bias: bool
 
 def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
     """The gain of a norm of queries or keys, whose heads are `width` wide together and have axis `letter`."""
-    return (
-        Weight((width,), letter, fill=1.0)
-        if config.qk_norm_whole
-        else Weight((config.head_dim,), ".", fill=1.0)
-    )
+    fill = 0.0 if config.norm == "rms_plus_one" else 1.0
+    shape, axis = ((width,), letter) if config.qk_norm_whole else ((config.head_dim,), ".")
+    return Weight(shape, axis, fill=fill)
 
 
 def kernel_of(p: PyTree, dtype=None) -> Array:
@@ -62,79 +60,95 @@ def rms_norm(x: Float[Array, "*batch w"], gain: Float[Array, " w"], eps: float) 
     return wide.astype(x.dtype) * gain.astype(x.dtype)
 
 
-def layer_norm(x: Float[Array, "*batch w"], p: PyTree, eps: float) -> Float[Array, "*batch w"]:
-    """LayerNorm in float32: mean 0 and variance 1, then the gain and bias of `p`, if it has them."""
+def layer_norm(
+    x: Float[Array, "*batch w"], gain: Float[Array, " w"] | None, bias: Float[Array, " w"] | None, eps: float
+) -> Float[Array, "*batch w"]:
+    """LayerNorm in float32: mean 0 and variance 1, then the gain and the bias, if there are any."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if "norm" in p:
-        wide = wide * p["norm"].astype(jnp.float32) + p["norm_bias"].astype(jnp.float32)
+    if gain is not None and bias is not None:
+        wide = wide * gain.astype(jnp.float32) + bias.astype(jnp.float32)
     return wide.astype(x.dtype)
 
 
-def norm_weights(config: ModelConfig) -> dict[str, Weight]:
+SHARED, AFTER = "shared_", "after_"  # before a norm's leaves: of SwiftKV's rows; of a norm behind its part
+
+
+def norm_weights(config: ModelConfig, prefix: str = "") -> dict[str, Weight]:
     """Name -> the `Weight` of each leaf of one norm of the stream; the leaves lie beside the part's own."""
     if config.norm == "layer_plain":
         return {}
     gain = Weight((config.hidden_size,), ".", fill=0.0 if config.norm == "rms_plus_one" else 1.0)
-    bias = {"norm_bias": Weight((config.hidden_size,), ".")} if config.norm == "layer" else {}
-    return {"norm": gain} | bias
+    bias = {f"{prefix}norm_bias": Weight((config.hidden_size,), ".")} if config.norm == "layer" else {}
+    return {f"{prefix}norm": gain} | bias
 
 
 def shared_norm_weights(config: ModelConfig) -> dict[str, Weight]:
-    """The same for the norm that SwiftKV rows share, by top-level names; empty if norms come after."""
-    found = {} if config.norm_after else norm_weights(config)
-    return {f"shared_{name}": weight for name, weight in found.items()}
+    """The same for the norm that SwiftKV rows share, by top-level names; empty if no norm precedes a part."""
+    return norm_weights(config, SHARED) if config.norm_before else {}
 
 
-def unit_norm(config: ModelConfig, dtype) -> PyTree:
+def unit_norm(config: ModelConfig, dtype, prefix: str = "") -> PyTree:
     """The leaves of a norm that only normalises."""
-    return {name: jnp.full(weight.shape, weight.fill, dtype) for name, weight in norm_weights(config).items()}
+    found = norm_weights(config, prefix).items()
+    return {name: jnp.full(weight.shape, weight.fill, dtype) for name, weight in found}
 
 
 def effective_gain(config: ModelConfig, gain: Float[Array, " w"]) -> Float[Array, " w"]:
-    """The factor that a norm of the stream multiplies by, from its `gain` leaf."""
+    """The factor that a norm multiplies by, from its `gain` leaf."""
     return 1.0 + gain.astype(jnp.float32) if config.norm == "rms_plus_one" else gain
 
 
-def norm(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
-    """Normalise the stream with the leaves that `norm_weights` names."""
-    match config.norm:
-        case "rms":
-            return rms_norm(x, p["norm"], config.rms_norm_eps)
-        case "rms_plus_one":
-            wide = rms_norm(x.astype(jnp.float32), effective_gain(config, p["norm"]), config.rms_norm_eps)
-            return wide.astype(x.dtype)
-        case _:
-            return layer_norm(x, p, config.rms_norm_eps)
+def norm(config: ModelConfig, p: PyTree, x: Hidden, prefix: str = "") -> Hidden:
+    """Normalise the stream, or heads, with the leaves that `norm_weights` names."""
+    gain, bias = (p.get(f"{prefix}{name}") for name in ("norm", "norm_bias"))
+    if not config.norm.startswith("rms"):
+        return layer_norm(x, gain, bias, config.rms_norm_eps)
+    wide = x.astype(jnp.float32) if config.norm == "rms_plus_one" else x
+    return rms_norm(wide, effective_gain(config, p[f"{prefix}norm"]), config.rms_norm_eps).astype(x.dtype)
 
 
-def before(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
+def before(config: ModelConfig, p: PyTree, x: Hidden, prefix: str = "") -> Hidden:
     """The input of a part of a layer (its attention or its MLP), from the stream `x`."""
-    return x if config.norm_after else norm(config, p, x)
+    return norm(config, p, x, prefix) if config.norm_before else x
 
 
 def after(config: ModelConfig, p: PyTree, y: Hidden) -> Hidden:
     """The residual update of the stream, from the output `y` of a part of a layer."""
-    return norm(config, p, y) if config.norm_after else y
+    y = norm(config, p, y, AFTER) if config.norm_after else y
+    return y if config.residual_scale == 1 else y * jnp.asarray(config.residual_scale, y.dtype)
 
 
 @pytree
 class Rotary:
-    """cos and sin of each token's rotary angles, [..., rotary_dim / 2] in float32."""
+    """The rotary angles of tokens, by each of a model's tables: cos and sin, [..., rotary_dim / 2] in
+    float32. `stretch`: factors of the queries by position, [..., 1]; None where the table has none."""
 
-    cos: Angles
-    sin: Angles
+    cos: tuple[Angles, ...]
+    sin: tuple[Angles, ...]
+    stretch: tuple[Angles | None, ...]
+    ropes: tuple[RopeConfig, ...] = static()
 
     def at(self, index: Int[Array, "*batch"]) -> "Rotary":
         """The angles at these indices of a table of angles, or of a flat batch."""
-        return Rotary(self.cos[index], self.sin[index])
+        return jax.tree.map(lambda x: x[index], self)
+
+    def of(self, config: ModelConfig, maker: int) -> "Rotary":
+        """The one table by which a row that layer `maker` makes is rotated, and the queries that read it."""
+        if len(self.ropes) == 1:
+            return self
+        i = self.ropes.index(config.kinds[maker].rope)
+        return Rotary((self.cos[i],), (self.sin[i],), (self.stretch[i],), (self.ropes[i],))
 
 
-def inverse_frequencies(config: ModelConfig, length: int | Int[Array, ""]) -> Float[Array, " half"]:
-    """Rotary inverse frequencies; `length` (tokens, traced or not) matters to `dynamic` and `longrope`
-    scaling only."""
-    rope, dim = config.rope, config.rotary_dim
+def inverse_frequencies(
+    config: ModelConfig, length: int | Int[Array, ""], rope: RopeConfig | None = None
+) -> Float[Array, " half"]:
+    """Rotary inverse frequencies of `rope`, by default of the config's own; `length` (tokens, traced or not)
+    matters to `dynamic` and `longrope` scaling only."""
+    rope = rope or config.rope
+    dim = rope.width(config.head_dim)
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     match rope.rope_type:
         case "none":
@@ -187,8 +201,21 @@ def _yarn(period: Float[Array, " half"], rope: RopeConfig, dim: int) -> Float[Ar
 
 def rotary(config: ModelConfig, positions: Int[Array, "*batch"], length: int | Int[Array, ""]) -> Rotary:
     """The angles of tokens at `positions`; `length` as in `inverse_frequencies`."""
-    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config, length)
-    factor = config.rope.attention_factor
+    found = [_angles(config, rope, positions, length) for rope in config.tables]
+    cos, sin = (tuple(each) for each in zip(*found, strict=True))
+    wide = positions[..., None].astype(jnp.float32)
+    stretch = tuple(
+        1 + rope.llama_4_scaling_beta * jnp.log1p(wide // rope.original_max_position_embeddings)
+        if rope.llama_4_scaling_beta
+        else None
+        for rope in config.tables
+    )
+    return Rotary(cos, sin, stretch, config.tables)
+
+
+def _angles(config: ModelConfig, rope: RopeConfig, positions, length) -> tuple[Angles, Angles]:
+    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config, length, rope)
+    factor = rope.attention_factor
 
     def turned() -> tuple[Angles, Angles]:
         return jnp.cos(angle) * factor, jnp.sin(angle) * factor
@@ -197,44 +224,49 @@ def rotary(config: ModelConfig, positions: Int[Array, "*batch"], length: int | I
         return jnp.full_like(angle, factor), jnp.zeros_like(angle)
 
     if device()[0] != "cpu":
-        return Rotary(*turned())
+        return turned()
     # XLA:CPU would recompute the cosines in every layer; it keeps the result of a conditional.
-    return Rotary(*jax.lax.cond(jnp.any(positions != 0), turned, unturned))
+    return jax.lax.cond(jnp.any(positions != 0), turned, unturned)
 
 
 def rotate(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batch heads H"]:
     """Rotate the two halves of each head (the published Llama convention), in float32. In a head wider than
-    the angles only its first part is rotated."""
-    width = 2 * at.cos.shape[-1]
-    if width < x.shape[-1]:
-        return jnp.concatenate([rotate(x[..., :width], at), x[..., width:]], axis=-1)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = at.cos[..., None, :], at.sin[..., None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    the angles only its first part is rotated.
+
+    Where neighbours are pairs, they are moved into two halves first and stay there: scores do not change, as
+    queries and keys are reordered alike.
+    """
+    (cos,), (sin,), (rope,) = at.cos, at.sin, at.ropes
+    width, whole = 2 * cos.shape[-1], x
+    x = x[..., :width].astype(jnp.float32)
+    a, b = (x[..., ::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    x = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(whole.dtype)
+    return x if width == whole.shape[-1] else jnp.concatenate([x, whole[..., width:]], axis=-1)
 
 
-def turned(
-    config: ModelConfig, x: Float[Array, "*batch heads H"], at: Rotary
-) -> Float[Array, "*batch heads H"]:
-    """Rotated heads; unchanged in a model without rotary embedding."""
-    return x if config.rope.rope_type == NONE else rotate(x, at)
+def turned(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batch heads H"]:
+    """Rotated heads, by one table; unchanged where there is no rotary embedding."""
+    (rope,) = at.ropes
+    return x if rope.rope_type == NONE else rotate(x, at)
 
 
 def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
     """Rotated queries of the normalised input `h`, for scores scaled by the root of their width."""
     q = in_heads(config, linear(h, p["q_proj"]), config.num_heads)
+    q = norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q
     if config.attention_scale is not None:
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
-    return turned(config, norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q, at)
+    (stretch,) = at.stretch
+    return turned(q if stretch is None else q * stretch[..., None].astype(q.dtype), at)
 
 
 def norm_heads(
     config: ModelConfig, x: Float[Array, "*batch heads H"], gain: Float[Array, " w"]
 ) -> Float[Array, "*batch heads H"]:
     """Queries or keys normed, each head by itself or all together."""
-    if not config.qk_norm_whole:
-        return rms_norm(x, gain, config.rms_norm_eps)
-    return rms_norm(x.reshape(*x.shape[:-2], -1), gain, config.rms_norm_eps).reshape(x.shape)
+    whole = x.reshape(*x.shape[:-2], -1) if config.qk_norm_whole else x
+    return norm(config, {"norm": gain}, whole).reshape(x.shape)
 
 
 def in_heads(config: ModelConfig, y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
@@ -357,7 +389,8 @@ def decoder_layer(
 ) -> Hidden:
     """One layer: its attentions in order, then its MLP.
 
-    reads: for each attention of the layer, the function from its queries [*batch, N, H] to its output.
+    at: the angles of the table that rotates the row that it reads. reads: for each attention of the layer,
+    the function from its queries [*batch, N, H] to its output.
     """
     for attention, read in zip(p["attentions"], reads, strict=True):
         mixed = read(queries(config, attention, before(config, attention, x), at))

@@ -108,11 +108,11 @@ def run(
         p = weights.layer(params, layer)
         rows = (plan.reads[layer], *plan.cross[layer : layer + 1])
         readers = [_row_reader(plan, params, *each) for each in zip(rows, p["attentions"], strict=True)]
-        window, mlp = config.kinds[layer]
-        reads = [partial(cache.attend, rows[0], readers[0], batch=batch, window=window, bias=bias)]
+        kind, maker = config.kinds[layer], plan.rows[rows[0]].maker
+        reads = [partial(cache.attend, rows[0], readers[0], batch=batch, window=kind.window, bias=bias)]
         if plan.cross:
             reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
-        x = decoder_layer(config, p, x, at, reads, MLPS[mlp])
+        x = decoder_layer(config, p, x, at.of(config, maker), reads, MLPS[kind.mlp])
     return Ran(x, cache, split, raw)
 
 
@@ -145,7 +145,10 @@ def make_rows(
             cache = cache.write_pages(rows, makers, config.rms_norm_eps, x, at, batch)
             continue
         raw = project_rows(model, params, rows, layer, x)
-        made = [FORMS[form].finish(config, weights.row(params, i), raw[i], at) for i in rows]
+        made = [
+            FORMS[form].finish(config, weights.row(params, i), raw[i], at.of(config, plan.rows[i].maker))
+            for i in rows
+        ]
         cache = cache.write(rows, made, batch)
         kept |= {i: raw[i] for i in rows if i in keep}
     return cache, kept

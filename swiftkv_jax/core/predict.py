@@ -32,7 +32,7 @@ from swiftkv_jax.core.shapes import Array, Float, Int, Logits, PyTree, Tokens
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.causal_attention.segments import first_key
-from swiftkv_jax.kernels.common.mask import weights_of
+from swiftkv_jax.kernels.common.mask import capped, weights_of
 
 _RAW, _CUT = ". B T E", ". B T K ."
 _BLOCK = 512  # queries whose scores exist at a time
@@ -321,8 +321,10 @@ def finished(
     """
     out, finish = {}, partial(PLAIN.finish, model.config)
     for stack, part in _by_stack(params["rows"], raw):
-        arrays = jax.vmap(finish, in_axes=(0, 0, None))(stack, part, angles)
-        arrays, first = store(tuple(constrain(y, _CUT) for y in arrays)), len(out)
+        first = len(out)
+        turn = angles.of(model.config, model.plan.rows[first].maker)
+        arrays = jax.vmap(finish, in_axes=(0, 0, None))(stack, part, turn)
+        arrays = store(tuple(constrain(y, _CUT) for y in arrays))
         out |= {first + i: Stacked(arrays, {}, i) for i in range(weights.length(stack))}
     return out
 
@@ -362,6 +364,7 @@ def _with_own(
     segments: Int[Array, "B T"],
     window: int,
     beside: Pair,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention over the keys and values `beside`, except that each query sees its own at its place.
 
@@ -384,7 +387,7 @@ def _with_own(
         seen = (places <= queries[:, None]) & (places >= first[..., None])
         scores = jnp.einsum("bckgh,bskh->bkgcs", grouped, keys, preferred_element_type=jnp.float32)
         alone = jnp.einsum("bckgh,bckh->bkgc", grouped, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(here, alone[..., None], scores) * q.shape[-1] ** -0.5
+        scores = capped(jnp.where(here, alone[..., None], scores) * q.shape[-1] ** -0.5, softcap)
         shares = weights_of(scores, seen[:, None, None])
         before = jnp.where(here, 0, shares).astype(values.dtype)
         mixed = jnp.einsum("bkgcs,bsku->bckgu", before, values)
@@ -437,5 +440,6 @@ def fill(
     made = []
     for row, read in enumerate(reads):
         predicted = _predicted(model, weights.row(params["predictor"], row), raw[read])
-        made.append(PLAIN.finish(model.base.config, weights.row(params["base"], row), predicted, angles))
+        turn = angles.of(model.base.config, model.base.plan.rows[row].maker)
+        made.append(PLAIN.finish(model.base.config, weights.row(params["base"], row), predicted, turn))
     return Caches(caches.base.write(range(len(reads)), made, batch), ran.cache)

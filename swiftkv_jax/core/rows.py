@@ -22,6 +22,7 @@ from swiftkv_jax.config.rope import NONE
 from swiftkv_jax.core import matrices
 from swiftkv_jax.core.layers import (
     Rotary,
+    effective_gain,
     head_norm,
     in_heads,
     inverse_frequencies,
@@ -180,25 +181,27 @@ class KeysValues(Form):
 
     def finish(self, config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> tuple[KeyValues, ...]:
         keys, values = self.unturned(config, p, raw)
-        return turned(config, keys, at), values
+        return turned(keys, at), values
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         return made
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
         keys, values = paged.pools
-        return paged_attention(q, (keys, values), *paged.places, **paged.how)
+        softcap = config.attention_softcap
+        return paged_attention(q, (keys, values), *paged.places, softcap=softcap, **paged.how)
 
     def convert(self, config: ModelConfig, plain: PyTree, solved, names) -> PyTree:
         return plain
 
-    def fused(self, p: PyTree, gain: Float[Array, " D"] | None) -> Makers:
+    def fused(self, config: ModelConfig, p: PyTree, gain: Float[Array, " D"] | None) -> Makers:
         """The weights of the fused fill, of a stack of rows; `gain` of a norm before them is folded in."""
         keys, values = (p[name] for name in self.projections)
         w_k, w_v = kernel_of(keys), kernel_of(values)
         if gain is not None:
             w_k, w_v = fold_gain(gain, w_k), fold_gain(gain, w_v)
-        return Makers(w_k, w_v, keys.get("bias"), values.get("bias"), p.get("k_norm"))
+        k_norm = effective_gain(config, p["k_norm"]) if "k_norm" in p else None
+        return Makers(w_k, w_v, keys.get("bias"), values.get("bias"), k_norm)
 
 
 class OneOfTwo(Form):
@@ -257,7 +260,9 @@ class Keys(OneOfTwo):
             return "keys are normed after their projection, which no W_KV undoes"
         if config.rotary_dim < config.head_dim:
             return f"only {config.rotary_dim} of a key's {config.head_dim} numbers turn, and all or none must"
-        return _clipped(config) or _undetermined(config, "keys", "values")
+        if len(config.tables) > 1 or config.rope.interleaved:
+            return "keys are rotated in another way than the kernels that read such rows do"
+        return _unread(config) or _undetermined(config, "keys", "values")
 
     def weights(self, config: ModelConfig) -> PyTree:
         return _plain(config) | {"kv_proj": _head_weights(config, config.kv_width, config.qkv_bias)}
@@ -268,20 +273,18 @@ class Keys(OneOfTwo):
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         (keys,) = made
         heads = keys.reshape(*keys.shape[:-2], config.num_kv_heads, config.head_dim)
-        return turned(config, heads, at), _heads_of(keys, reader) + _bias(reader, keys)
+        return turned(heads, at), _heads_of(keys, reader) + _bias(reader, keys)
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
-        (pool,) = paged.pools
+        (pool,), rope = paged.pools, config.tables[0]
         mixed = k_cache_attention(
             q,
             (pool,),
             kernel_of(reader, q.dtype),
             *paged.places,
-            frequencies=None
-            if config.rope.rope_type == NONE
-            else inverse_frequencies(config, paged.capacity),
+            frequencies=None if rope.rope_type == NONE else inverse_frequencies(config, paged.capacity, rope),
             # Queries carry the rotary attention factor; keys that are rotated when they are read do not.
-            scale=config.head_dim**-0.5 * config.rope.attention_factor,
+            scale=config.head_dim**-0.5 * rope.attention_factor,
             **paged.how,
         )
         return mixed + _bias(reader, mixed)
@@ -310,7 +313,7 @@ class Values(OneOfTwo):
     matrix: ClassVar[str] = "vk_proj"
 
     def refuses(self, config: ModelConfig) -> str:
-        return _clipped(config) or _turned(config, "values") or _undetermined(config, "values", "keys")
+        return _unread(config) or _turned(config, "values") or _undetermined(config, "values", "keys")
 
     def weights(self, config: ModelConfig) -> PyTree:
         return _plain(config) | {"vk_proj": _head_weights(config, config.kv_width, False)}
@@ -356,7 +359,7 @@ class Inputs(Form):
             )
         if config.qk_norm:
             return "keys are normed after their projection, which no query can do in their place"
-        return _clipped(config) or _turned(config, "inputs")
+        return _unread(config) or _turned(config, "inputs")
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
         return (Stored(1, config.hidden_size),)
@@ -433,14 +436,17 @@ def _undetermined(config: ModelConfig, stored: str, made: str) -> str:
     return ""
 
 
-def _clipped(config: ModelConfig) -> str:
+def _unread(config: ModelConfig) -> str:
+    """Why kernels that read other rows than keys and values do not compute this model's scores, or ""."""
+    if config.attention_softcap:
+        return "the kernels that read such rows have no soft cap of scores"
     return (
         f"keys and values are clipped at {config.clip_qkv}, which nothing undoes" if config.clip_qkv else ""
     )
 
 
 def _turned(config: ModelConfig, stored: str) -> str:
-    turned = config.rope.rope_type != NONE
+    turned = any(rope.rope_type != NONE for rope in config.tables)
     return (
         f"rotary embedding is applied between {stored} and keys: only models without it can" if turned else ""
     )

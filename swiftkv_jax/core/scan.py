@@ -161,6 +161,8 @@ def through(
     passed = Passed(x, x, dict(rows or {}), {}, [])
     if model.config.relative_buckets and not model.config.bidirectional:
         attention = partial(attention, bias=causal_bias(model.config, params["relative"], x.shape[1]))
+    if model.config.attention_softcap:
+        attention = partial(attention, softcap=model.config.attention_softcap)
     options = {"remat": remat, "attention": attention, "store": store, "sources": sources}
     run_equal = partial(_run, model, params, at, segments, beside=beside, keep=keep, tap=tap, **options)
     for run, stack in zip(weights.ranges(params["layers"]), params["layers"], strict=True):
@@ -217,7 +219,8 @@ def _run(
 ) -> Passed:
     """Run equal layers. Each makes its own row, or reads one that exists."""
     config, plan = model.config, model.plan
-    reads, (window, mlp) = plan.reads[run.start : run.stop], config.kinds[run.start]
+    reads, kind = plan.reads[run.start : run.stop], config.kinds[run.start]
+    at = at.of(config, plan.rows[reads[0]].maker)
     form = FORMS[plan.rows[reads[0]].form]
     scanned, picks, own = {"layer": stack}, {}, reads[0] not in passed.rows
     if own:
@@ -242,12 +245,12 @@ def _run(
             made = picks["row"](p["row"])
         k, v = pair(form, made, attentions[0])
         also = {"beside": pair(form, picks["beside"](p["beside"]), attentions[0])} if "beside" in p else {}
-        attends = [lambda q: attention(q, k, v, segments, window, **also)]
+        attends = [lambda q: attention(q, k, v, segments, kind.window, **also)]
         if plan.cross:
             theirs = FORMS[plan.cross_forms[run.start]]
             keys, values = pair(theirs, picks["cross"](p["cross"]), attentions[1])
             attends.append(lambda q: see_all(q, keys, values, sources))
-        out = decoder_layer(config, p["layer"], x, at, attends, MLPS[mlp])
+        out = decoder_layer(config, p["layer"], x, at, attends, MLPS[kind.mlp])
         return out, (raw if own and any(read in keep for read in reads) else None, x if tap else None)
 
     # The backward pass stacks the arrays that it keeps of each iteration, so longer iterations copy less.
@@ -309,7 +312,8 @@ def _made_together(
         (stack,), row = weights.recut(params["rows"], [held]), plan.rows[held.start]
         form = FORMS[row.form]
         raw = jax.vmap(form.project, in_axes=(0, None))(stack, h(row))
-        arrays = store(jax.vmap(partial(form.finish, model.config), in_axes=(0, 0, None))(stack, raw, at))
+        finish = jax.vmap(partial(form.finish, model.config), in_axes=(0, 0, None))
+        arrays = store(finish(stack, raw, at.of(model.config, row.maker)))
         made |= {i: Stacked(arrays, form.reader(stack), i - held.start) for i in held}
         kept |= {i: Stacked(raw, {}, i - held.start) for i in held}
     return made, kept

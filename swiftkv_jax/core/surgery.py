@@ -53,7 +53,9 @@ def to_swiftkv(
     check_teacher(model)
     if plan.forms != ("kv",):
         raise UsageError("to_swiftkv makes rows of keys and values; convert the student with to_slim then")
-    student = Transformer(dataclasses.replace(model.config, exit_head=exit_head), plan, model.dtype)
+    student = Transformer(
+        dataclasses.replace(model.config, exit_head=exit_head, wrapper=None), plan, model.dtype
+    )
     layers, rows = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
     out = {name: value for name, value in params.items() if name in weights.ENDS}
     out["layers"] = weights.recut(params["layers"], layers)
@@ -102,7 +104,7 @@ def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, numbers: range, i
 def _folded(config: ModelConfig, params: PyTree, layer: int) -> PyTree:
     """A layer's makers with the gain of its input norm multiplied into their kernels' rows."""
     row, attention = weights.row(params, layer), weights.layer(params, layer)["attentions"][0]
-    if config.norm_after or "norm" not in attention:
+    if "norm" not in attention:
         return row
     gain = effective_gain(config, attention["norm"]).astype(jnp.float32)
 
@@ -349,6 +351,7 @@ def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
         num_layers=len(keep),
         windows=tuple(config.windows[layer] for layer in keep),
         mlps=tuple(config.mlps[layer] for layer in keep if config.mlps),
+        ropes=tuple(config.ropes[layer] for layer in keep if config.ropes),
         exit_head=False,
     )
     return Transformer(shape, KVPlan.from_rows([plan.reads[layer] for layer in keep], lower), model.dtype)

@@ -12,17 +12,18 @@ stack. `layer` and `row` are the views that code uses, whatever the stacks.
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.model import Kind, ModelConfig
 from swiftkv_jax.config.plan import SELF, KVPlan
 from swiftkv_jax.core import rows, sharding
 from swiftkv_jax.core.layers import (
+    AFTER,
     MLPS,
     effective_gain,
     head_norm,
@@ -42,7 +43,7 @@ Cuts = Iterable[int] | None
 
 
 def partition(
-    plan: KVPlan, kinds: Sequence[Hashable], cuts: Cuts = ()
+    plan: KVPlan, kinds: Sequence[Kind], cuts: Cuts = ()
 ) -> tuple[tuple[range, ...], tuple[range, ...]]:
     """(layers, rows) of each stack: the plan's runs, and the rows made in one run or together.
 
@@ -51,7 +52,8 @@ def partition(
     """
     every = range(plan.num_layers)
     cuts = set(every) if cuts is None else set(cuts) & set(every)
-    starts = sorted({run.start for run in plan.runs(kinds)} | cuts)
+    tables = [kind.rope for kind in kinds]
+    starts = sorted({run.start for run in plan.runs(kinds, tables)} | cuts)
     layers = tuple(range(a, b) for a, b in zip(starts, [*starts[1:], plan.num_layers], strict=True))
 
     def group(number: int):
@@ -60,7 +62,7 @@ def partition(
             return row.space, row.form, sum(row.maker >= start for start in starts)
         if plan.makes_own(row.maker):
             return sum(row.maker >= start for start in starts)
-        return "together", row.source, row.form
+        return "together", row.source, row.form, tables[row.maker]
 
     begins = [row.maker in starts or not i or group(i) != group(i - 1) for i, row in enumerate(plan.rows)]
     first = [i for i, yes in enumerate(begins) if yes]
@@ -120,15 +122,17 @@ def _convolutions(config: ModelConfig) -> PyTree:
 def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
     """One layer, without the projections that make rows."""
     width, heads = ("D", config.hidden_size), ("N", config.num_heads * config.head_dim)
-    norm = norm_weights(config)
+    norms = (norm_weights(config) if config.norm_before else {}) | (
+        norm_weights(config, AFTER) if config.norm_after else {}
+    )
     attention: PyTree = {
-        **norm,
+        **norms,
         "q_proj": linear_weights(width, heads, config.qkv_bias, 0.02),
         "o_proj": linear_weights(heads, width, config.o_bias, residual_std(config)),
     }
     if config.qk_norm:
         attention["q_norm"] = head_norm(config, *heads)
-    mlp = norm | MLPS[config.kinds[number].mlp].weights(config)
+    mlp = norms | MLPS[config.kinds[number].mlp].weights(config)
     forms = [plan.rows[plan.reads[number]].form, *plan.cross_forms[number : number + 1]]
     return {"attentions": [attention | FORMS[form].reader_weights(config) for form in forms], "mlp": mlp}
 
@@ -233,4 +237,4 @@ def fill_makers(config: ModelConfig, params: PyTree, due: list[int]) -> Makers:
     """Weights of the fused fill, for rows with a shared norm."""
     (p,) = recut(params["rows"], [range(due[0], due[-1] + 1)])
     gain = effective_gain(config, params["shared_norm"]) if "shared_norm" in params else None
-    return PLAIN.fused(p, gain)
+    return PLAIN.fused(config, p, gain)

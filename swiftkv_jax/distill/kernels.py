@@ -73,7 +73,7 @@ def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:
 
 def _calls(experiment: Experiment) -> list[Call]:
     """The attention call of one row on one device, for each model that trains or is read, if all can be
-    checked; models of equal heads share one."""
+    checked (none with a soft cap of scores can); models of equal heads share one."""
     given = experiment.predict
     try:
         configs = [experiment.architecture or ModelConfig.from_hf(local_folder(experiment.model))]
@@ -81,7 +81,7 @@ def _calls(experiment: Experiment) -> list[Call]:
             configs.append(given.architecture or ModelConfig.from_hf(local_folder(given.auxiliary)))
     except UsageError:
         return []
-    if any(config.encoder is not None for config in configs):
+    if any(config.encoder is not None or config.attention_softcap for config in configs):
         return []
     calls = []
     for config in configs:

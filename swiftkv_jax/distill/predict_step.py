@@ -1,7 +1,6 @@
 """The training step of KV prediction: an auxiliary and a predictor are trained for a frozen base."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import cast
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.core import predict
-from swiftkv_jax.core.ends import embed, head
+from swiftkv_jax.core.ends import embed
 from swiftkv_jax.core.layers import norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted
@@ -31,7 +30,7 @@ from swiftkv_jax.distill.step import (
     chunk_of,
     compared,
     merge,
-    with_whole_head,
+    whole_head,
 )
 
 
@@ -100,7 +99,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     for name, weight, owner, stream in entropies:
         if not weight:
             continue
-        to_logits, h = partial(head, with_whole_head(*owner)), final(*owner, stream)
+        to_logits, h = whole_head(*owner), final(*owner, stream)
         if config.z_loss:
             entropy, z = losses.cross_entropy_and_z_sum(to_logits, h, batch.targets, batch.mask, chunk)
             terms[name] = weight, entropy / counted
@@ -109,7 +108,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
             entropy = losses.cross_entropy_sum(to_logits, h, batch.targets, batch.mask, chunk)
             terms[name] = weight, entropy / counted
     if config.kl_weight:
-        to_logits = partial(head, with_whole_head(*base))
+        to_logits = whole_head(*base)
         streams = final(*base, x), final(*base, base_pass.x)
         kl = losses.kl_sum(to_logits, to_logits, *streams, batch.mask, config.temperature, chunk)
         terms["kl"] = config.kl_weight, kl / counted
@@ -149,11 +148,11 @@ def evaluate_batch(
     if served:
         x = predict.forward(model, params, batch.tokens, batch.positions, batch.segments)
     base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
-    whole, other = with_whole_head(*base), with_whole_head(*auxiliary)
+    to_logits, others = whole_head(*base), whole_head(*auxiliary)
 
     def per_chunk(h, want, alone, targets, mask):
-        sums = compared(head(whole, h), head(whole, want), targets)
-        sums["auxiliary"] = losses.cross_entropy(head(other, alone), targets)
+        sums = compared(to_logits(h), to_logits(want), targets)
+        sums["auxiliary"] = losses.cross_entropy(others(alone), targets)
         sums = {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()}
         return sums | {"tokens": jnp.sum(mask, axis=1)}, ()
 

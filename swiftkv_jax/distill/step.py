@@ -142,7 +142,7 @@ def prepare(
     check_teacher(teacher)
     stacks, _ = weights.partition(plan, teacher.config.kinds, (plan.depth,))
     starts = [run.start for run in stacks]  # the teacher's are cut where the student's are
-    layers, rows = weights.partition(KVPlan.standard(plan.num_layers), teacher.config.windows, starts)
+    layers, rows = weights.partition(KVPlan.standard(plan.num_layers), teacher.config.kinds, starts)
     cut = {"layers": weights.recut(params["layers"], layers), "rows": weights.recut(params["rows"], rows)}
     student, student_params = to_swiftkv(teacher, params | cut, plan, init, exit_head)
     trained, frozen = split_trainable(student, student_params, trainable)
@@ -256,13 +256,14 @@ def teacher_of(student: Transformer, params: PyTree, frozen: Frozen) -> tuple[Tr
     return Transformer(config, KVPlan.standard(config.num_layers), student.dtype), own_params
 
 
-def with_whole_head(model: Transformer, params: PyTree) -> PyTree:
-    """`params` with the output head gathered from `fsdp`, once for all chunks of logits.
+def whole_head(model: Transformer, params: PyTree) -> losses.Head:
+    """The function from normalised hidden states to logits, its weights gathered from `fsdp` once for all
+    chunks of logits.
 
     Otherwise the compiler gathers it for each chunk, and all devices' slopes [B, c, V] for its gradient.
     """
     name, axes = ("lm_head", ". V") if "lm_head" in params else ("embed", "V .")
-    return params | {name: sharding.constrain(params[name].astype(model.dtype), axes)}
+    return partial(head, model.config, {name: sharding.constrain(params[name].astype(model.dtype), axes)})
 
 
 def attention_of(recipe: Recipe) -> Callable:
@@ -284,12 +285,13 @@ def chunk_of(recipe: Recipe, batch: Batch) -> int:
 def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, totals) -> tuple[Array, dict]:
     """The loss of one (micro-)batch, already divided by the whole batch's token counts `totals`."""
     config = recipe.loss
-    params = with_whole_head(recipe.student, merge(trained, frozen.student))
+    params = merge(trained, frozen.student)
+    to_logits = whole_head(recipe.student, params)
     (h, last), teacher, x = hidden_states(recipe, trained, frozen, batch)
     chunk = chunk_of(recipe, batch)
     counted, real = totals
     parts: dict[str, Array] = {}
-    to_logits, rest = partial(head, params), (batch.mask, config.temperature, chunk)
+    rest = (batch.mask, config.temperature, chunk)
     if config.kl_weight:
         parts["kl"] = losses.kl_sum(to_logits, to_logits, h, teacher[0], *rest) / counted
     if config.hidden_weight:
@@ -342,12 +344,13 @@ def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch
     Without a teacher the student is compared with itself. An exit head adds its KL to the teacher, and how
     often its likeliest token is the student's.
     """
-    params = with_whole_head(recipe.student, merge(trained, frozen.student))
+    params = merge(trained, frozen.student)
+    to_logits = whole_head(recipe.student, params)
     (h, _), teacher, x = hidden_states(recipe, trained, frozen, batch)
     want = h if teacher is None else teacher[0]
 
     def per_chunk(h, want, targets, mask, *x):
-        got, ref = head(params, h), head(params, want)
+        got, ref = to_logits(h), to_logits(want)
         sums = compared(got, ref, targets)
         if x:
             early = exit_logits(recipe.student, params, *x)

@@ -112,9 +112,9 @@ def calls_of(
     """The kernel calls of such an engine, by kind; `shards`: devices that share the heads.
 
     The list is empty for a model with rows of several forms or with an encoder: one name would have to be
-    right for all of them.
+    right for all of them. So it is where scores have a soft cap, which no checked kernel computes.
     """
-    if len(plan.forms) != 1 or config.encoder is not None:
+    if len(plan.forms) != 1 or config.encoder is not None or config.attention_softcap:
         return []
     form = FORMS[plan.forms[0]]
     whole = form.operation != PAGED

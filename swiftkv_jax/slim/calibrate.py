@@ -235,7 +235,8 @@ def _output(
 
     x: the stream that enters the attention. h: the row's input. now: the state before the layer.
     """
-    config, angles, stored = model.config, now.angles, FORMS[form]
+    config, stored = model.config, FORMS[form]
+    angles = now.angles.of(config, model.plan.rows[model.plan.reads[layer]].maker)
     made = rounded(stored.make(config, row, h, angles), dtype)
     k, v = stored.keys_values(config, reader_of(stored, stored.reader(row), p), made, angles)
     q = queries(config, p, before(config, p, x), angles)

@@ -12,6 +12,7 @@ from tiny_models import sized
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.model import Transformer
@@ -24,6 +25,20 @@ from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import Implementation
 
 CONFIG = sized(61, 32, 40, 5, 4, 2, 12, qkv_bias=True)
+
+# One AcrossKV group mixes layers of two rotary tables and windows; norms on both sides, scales, soft caps.
+_LOCAL = RopeConfig(rope_theta=50.0)
+MIXED = dataclasses.replace(
+    CONFIG,
+    norm_after=True,
+    windows=(2**30, 7, 7, 2**30, 7),
+    ropes=(CONFIG.rope, _LOCAL, _LOCAL, CONFIG.rope, _LOCAL),
+    embedding_scale=2.0,
+    residual_scale=0.7,
+    logits_scale=0.5,
+    attention_softcap=2.0,
+    logits_softcap=3.0,
+)
 
 
 def teacher_of(seed: int = 0, config: ModelConfig = CONFIG):
@@ -60,8 +75,8 @@ def recipe_of(student, trainable="swiftkv", loss=None, **changes):
     return steps.Recipe(student, loss or LossConfig(), optimizer, 10, trainable, remat=True)
 
 
-def prepared(trainable="swiftkv", split=2, share=2, loss=None, **changes):
-    teacher, params = teacher_of()
+def prepared(trainable="swiftkv", split=2, share=2, loss=None, config=CONFIG, **changes):
+    teacher, params = teacher_of(config=config)
     plan = KVPlan.swiftkv(5, split, share)
     student, trained, frozen = steps.prepare(teacher, params, plan, "fold", trainable)
     return teacher, params, recipe_of(student, trainable, loss, **changes), trained, frozen
@@ -81,19 +96,21 @@ def naive(teacher, params, recipe, trained, frozen, batch):
     return tau**2 * kl.sum() / batch.mask.sum()
 
 
-@pytest.mark.slow("swiftkv-2-2", "upper-1-3")
+@pytest.mark.slow("swiftkv-2-2", "upper-1-3", "mixed-1-3")
 @pytest.mark.parametrize(
     "trainable, split, share",
     [
         ("swiftkv", 2, 2),
         ("swiftkv", 4, 1),
         ("upper", 1, 3),
+        ("mixed", 1, 3),
         pytest.param("swiftkv", 3, 1, marks=pytest.mark.slow),
         pytest.param("upper", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable, split, share):
-    teacher, params, recipe, trained, frozen = prepared(trainable, split, share)
+    mixed = {"trainable": "swiftkv", "config": MIXED} if trainable == "mixed" else {"trainable": trainable}
+    teacher, params, recipe, trained, frozen = prepared(split=split, share=share, **mixed)
     batch = packed_batch()
     totals = (batch.mask.sum(), 1.0)
     ours = jax.jit(jax.value_and_grad(lambda t: steps.batch_loss(recipe, t, frozen, batch, totals)[0]))

@@ -1,4 +1,5 @@
-"""A bias by head and distance: numpy is the definition, and who does not take one refuses it."""
+"""A bias by head and distance, and a soft cap of scores: numpy is the definition, and who does not take one
+refuses it."""
 
 import itertools
 
@@ -33,7 +34,11 @@ def case(queries: int, kv_heads: int = HEADS):
     return q, pools, bias, np.array(POSITIONS[queries])
 
 
-def want(q, keys, values, bias, position) -> np.ndarray:
+def capped(scores: np.ndarray, cap: float | None) -> np.ndarray:
+    return scores if cap is None else cap * np.tanh(scores / cap)
+
+
+def want(q, keys, values, bias, position, cap: float | None = None) -> np.ndarray:
     """[b, C, N, W] of keys and values [Q, LENGTH, K, W], one number at a time."""
     out = np.zeros((*q.shape[:3], values.shape[-1]))
     for b, c, n in itertools.product(*map(range, q.shape[:3])):
@@ -42,7 +47,7 @@ def want(q, keys, values, bias, position) -> np.ndarray:
             continue
         head = n // (HEADS // keys.shape[2])
         back = np.minimum(at - np.arange(at + 1), bias.shape[1] - 1)
-        scores = keys[sequence, : at + 1, head] @ q[b, c, n] * WIDTH**-0.5 + bias[n, back]
+        scores = capped(keys[sequence, : at + 1, head] @ q[b, c, n] * WIDTH**-0.5, cap) + bias[n, back]
         out[b, c, n] = softmax(scores) @ values[sequence, : at + 1, head if values.shape[2] > 1 else 0]
     return out
 
@@ -58,12 +63,13 @@ def given(*arrays):
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("queries", POSITIONS)
 @pytest.mark.parametrize("name", [*BIASED, None])
-def test_over_pages(name, queries, kv_heads):
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_over_pages(name, queries, kv_heads, cap):
     q, (k, v), bias, position = case(queries, kv_heads)
-    wanted = want(q, flat(k, kv_heads), flat(v, kv_heads), bias, position)
+    wanted = want(q, flat(k, kv_heads), flat(v, kv_heads), bias, position, cap)
     q, k, v, bias = given(q, k, v, bias)
     place = TABLE, SEQUENCE, jnp.asarray(position)
-    got = paged_attention(q, (Pool(k), Pool(v)), *place, bias=bias, implementation=name)
+    got = paged_attention(q, (Pool(k), Pool(v)), *place, bias=bias, softcap=cap, implementation=name)
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
@@ -85,8 +91,9 @@ def test_over_pages_of_keys_or_inputs_alone(name, queries):
     np.testing.assert_allclose(got, for_inputs, atol=2e-5)
 
 
+@pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("name", ["reference", "xla", None])
-def test_over_full_sequences(name, monkeypatch):
+def test_over_full_sequences(name, cap, monkeypatch):
     """Longer sequences are cut into blocks of queries."""
     monkeypatch.setattr("swiftkv_jax.kernels.causal_attention.xla._BLOCK", 4)
     random = np.random.default_rng(0)
@@ -94,22 +101,24 @@ def test_over_full_sequences(name, monkeypatch):
     bias = 2 * random.standard_normal((HEADS, LENGTH))
     wanted = np.zeros_like(q)
     for b, t, n in itertools.product(*map(range, q.shape[:3])):
-        scores = k[b, : t + 1, n // 2] @ q[b, t, n] * WIDTH**-0.5 + bias[n, t - np.arange(t + 1)]
-        wanted[b, t, n] = softmax(scores) @ v[b, : t + 1, n // 2]
+        scores = capped(k[b, : t + 1, n // 2] @ q[b, t, n] * WIDTH**-0.5, cap)
+        wanted[b, t, n] = softmax(scores + bias[n, t - np.arange(t + 1)]) @ v[b, : t + 1, n // 2]
     q, k, v, bias = given(q, k, v, bias)
     segments = jnp.ones((2, LENGTH), jnp.int32)
-    got = causal_attention(q, k, v, segments, 2**30, bias=bias, implementation=name)
+    got = causal_attention(q, k, v, segments, 2**30, bias=bias, softcap=cap, implementation=name)
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-def test_kernels_without_a_bias_refuse_it_in_one_line():
+@pytest.mark.parametrize("option", ["bias", "softcap"])
+def test_kernels_without_a_bias_or_a_cap_refuse_it_in_one_line(option):
     q, (k, v), bias, position = case(1)
     q, k, v, bias = given(q, k, v, bias)
     place = TABLE, SEQUENCE, jnp.asarray(position)
     assert "native_cpu" in PAGED_ATTENTION and "native_cpu" in CAUSAL_ATTENTION
-    why = "native_cpu does not support a bias by distance: reference, xla"
+    what, asked = ("a bias by distance", bias) if option == "bias" else ("a soft cap of scores", 2.0)
+    why, how = f"native_cpu does not support {what}: reference, xla", {option: asked}
     with pytest.raises(UnsupportedError, match=why):
-        paged_attention(q, (Pool(k), Pool(v)), *place, bias=bias, implementation="native_cpu")
+        paged_attention(q, (Pool(k), Pool(v)), *place, **how, implementation="native_cpu")
     flat_q, segments = q.reshape(1, 2, HEADS, WIDTH), jnp.ones((1, 2), jnp.int32)
     with pytest.raises(UnsupportedError, match=why):
-        causal_attention(flat_q, flat_q, flat_q, segments, 9, bias=bias, implementation="native_cpu")
+        causal_attention(flat_q, flat_q, flat_q, segments, 9, **how, implementation="native_cpu")

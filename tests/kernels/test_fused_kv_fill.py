@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import layers
 from swiftkv_jax.kernels.common.case import TOLERANCE
 from swiftkv_jax.kernels.common.pools import Pool
@@ -130,7 +131,7 @@ def test_the_gain_may_be_folded_into_the_weights():
     w_k, w_v = (jax.random.normal(next(keys), (2, 32, 24)) for _ in range(2))
     k_norm = jax.random.normal(next(keys), (2, 8))
     angle = jnp.arange(16)[:, None] * jnp.array([1.0, 0.1, 0.01, 0.001])
-    at = layers.Rotary(jnp.cos(angle), jnp.sin(angle))
+    at = layers.Rotary((jnp.cos(angle),), (jnp.sin(angle),), (None,), ropes=(RopeConfig(),))
     h = layers.rms_norm(x, gain, 1e-5)
     want_k = [
         layers.rotate(layers.rms_norm((h @ w_k[i]).reshape(16, 3, 8), k_norm[i], 1e-5), at) for i in (0, 1)
@@ -140,8 +141,8 @@ def test_the_gain_may_be_folded_into_the_weights():
     k, v = api.fused_kv_fill(
         x,
         makers,
-        at.cos,
-        at.sin,
+        at.cos[0],
+        at.sin[0],
         (empty, empty),
         jnp.array([1, 0]),
         jnp.array([8, 8]),

@@ -25,7 +25,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree, Queries
-from swiftkv_jax.kernels.common.mask import visible, weights_of
+from swiftkv_jax.kernels.common.mask import capped, visible, weights_of
 
 Positions = Int[Array, "B n"]
 Slots = Bool[Array, "B S"]
@@ -97,7 +97,8 @@ def run_layer(
     angles = _angles(config, at, rows[0])
     for row in due:
         h = normalised(model, params, plan.rows[row].shared_norm, layer, x)
-        keys, values = FORMS["kv"].make(config, weights.row(params, row), h, angles)
+        turn = angles.of(config, plan.rows[row].maker)
+        keys, values = FORMS["kv"].make(config, weights.row(params, row), h, turn)
         new = Held(keys, values, jnp.ones_like(at, bool))
         added = jax.tree.map(lambda old, new: put(old, new, at), rows[row], new)
         rows = (*rows[:row], added, *rows[row + 1 :])
@@ -109,12 +110,14 @@ def run_layer(
     seen = _seen(config, layer, at, read, active)
 
     def attend(q: Queries) -> Queries:
-        mixed = jnp.einsum("bkgns,bsku->bnkgu", _shares(q, read.keys, seen).astype(q.dtype), read.values)
+        shares = _shares(config, q, read.keys, seen).astype(q.dtype)
+        mixed = jnp.einsum("bkgns,bsku->bnkgu", shares, read.values)
         return mixed.reshape(q.shape)
 
     ran = (at < slots).sum(1)
     work = Work(made, ran, ran, seen.sum((1, 2)))
-    return decoder_layer(config, p, x, angles, [attend], mlp), at, rows, work
+    turn = angles.of(config, plan.rows[plan.reads[layer]].maker)
+    return decoder_layer(config, p, x, turn, [attend], mlp), at, rows, work
 
 
 def importance(
@@ -131,8 +134,9 @@ def importance(
     x: what enters the layer; `rows` hold that token already (see `run_layer`).
     """
     config, p = model.config, weights.layer(params, layer)["attentions"][0]
-    q = queries(config, p, before(config, p, x), _angles(config, at, rows))
-    return _shares(q, rows.keys, _seen(config, layer, at, rows, active)).mean((1, 2, 3))
+    turn = _angles(config, at, rows).of(config, model.plan.rows[model.plan.reads[layer]].maker)
+    q = queries(config, p, before(config, p, x), turn)
+    return _shares(config, q, rows.keys, _seen(config, layer, at, rows, active)).mean((1, 2, 3))
 
 
 def _angles(config: ModelConfig, at: Positions, rows: Held) -> Rotary:
@@ -145,11 +149,12 @@ def _seen(config: ModelConfig, layer: int, at, rows: Held, active) -> Bool[Array
     return visible(at, slots, config.windows[layer]) & there[:, None] & (at < slots)[..., None]
 
 
-def _shares(q, keys, seen) -> Float[Array, "B K G n S"]:
+def _shares(config: ModelConfig, q, keys, seen) -> Float[Array, "B K G n S"]:
     """Attention probabilities, in float32."""
     grouped = q.reshape(*q.shape[:2], keys.shape[2], -1, q.shape[-1])
     scores = jnp.einsum("bnkgh,bskh->bkgns", grouped, keys, preferred_element_type=jnp.float32)
-    return weights_of(scores * q.shape[-1] ** -0.5, seen[:, None, None])
+    scores = capped(scores * q.shape[-1] ** -0.5, config.attention_softcap)
+    return weights_of(scores, seen[:, None, None])
 
 
 def run_layers(
