@@ -115,8 +115,8 @@ def test_a_method_is_compared_with_the_others(monkeypatch):
             cost = source.share(lambda n, kept=kept: kept * full_depth(Sizes.of(model.config), n) / 4)
             yield System("first layers", f"{kept}", cost, *skv.layer_pruned(model, params, range(kept)), {})
 
-    monkeypatch.setattr(compare, "SYSTEMS", [first_layers])
-    monkeypatch.setattr(compare, "others", lambda source: [])
+    monkeypatch.setattr("benchmarks.papers.compare.systems.SYSTEMS", [first_layers])
+    monkeypatch.setattr("benchmarks.papers.compare.systems.others", lambda source: [])
     own = answers_by_rows(model, params, prompts)
     points = [p for _, p in compare.measured(source, own, argparse.Namespace(train=0, rounds=0))]
     assert [point.flops for point in points] == pytest.approx([0.5, 1.0])

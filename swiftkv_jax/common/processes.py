@@ -130,7 +130,8 @@ def among_the_living() -> Iterator[None]:
     except Exception as error:
         if _alone() or isinstance(error, UsageError | PeerLost) or not _LOST.search(str(error)):
             raise
-        raise PeerLost(f"another process has ended, so this one ends too ({first_line(error)})") from error
+        reason = first_line(error)
+        raise PeerLost(f"another process of this run has ended, so this one ends too ({reason})") from error
 
 
 def is_first() -> bool:

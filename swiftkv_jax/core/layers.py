@@ -95,7 +95,7 @@ def unit_norm(config: ModelConfig, dtype, prefix: str = "") -> PyTree:
     return {name: jnp.full(weight.shape, weight.fill, dtype) for name, weight in found}
 
 
-def effective_gain(config: ModelConfig, gain: Float[Array, " w"]) -> Float[Array, " w"]:
+def effective_gain(config: ModelConfig, gain: Float[Array, "*n w"]) -> Float[Array, "*n w"]:
     """The factor that a norm multiplies by, from its `gain` leaf."""
     return 1.0 + gain.astype(jnp.float32) if config.norm == "rms_plus_one" else gain
 
