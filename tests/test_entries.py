@@ -121,4 +121,4 @@ def test_a_method_is_compared_with_the_others(monkeypatch):
     points = [p for _, p in compare.measured(source, own, argparse.Namespace(train=0, rounds=0))]
     assert [point.flops for point in points] == pytest.approx([0.5, 1.0])
     assert points[0].gap != 0 and points[1].gap == pytest.approx(0, abs=1e-6)
-    assert compare.table(points).count("first layers") == 2
+    assert compare.evaluation.table(points).count("first layers") == 2

@@ -66,8 +66,8 @@ def hybrids(model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, dtype
             own_attention, cross = stack["attentions"]
             for name in FORMS["x"].moved:
                 old = cross[name]["kernel"]
-                kernel = np.einsum("ed,ladu->laeu", matrix, np.asarray(old, np.float64))
-                cross = cross | {name: cross[name] | {"kernel": jnp.asarray(kernel, old.dtype)}}
+                moved = np.einsum("ed,ladu->laeu", matrix, np.asarray(old, np.float64))
+                cross = cross | {name: cross[name] | {"kernel": jnp.asarray(moved, old.dtype)}}
             layers.append(stack | {"attentions": [own_attention, cross]})
         out.append(Hybrid(how, slim, made | {"layers": layers}, stored))
     return out
