@@ -51,7 +51,7 @@ def nats_by_position(folder: str | Path, limit: int | None = None) -> tuple[np.n
     def nats(batch):
         x = forward(model, params, batch.tokens, batch.positions, batch.segments)
         h = norm(model.config, params, x)
-        return losses.cross_entropy(head(params, h), batch.targets)
+        return losses.cross_entropy(head(model.config, params, h), batch.targets)
 
     sums, counts = np.zeros(CONTEXT), np.zeros(CONTEXT)
     for batch in evaluation_batches(config, load_tokenizer(folder), limit):
