@@ -32,14 +32,7 @@ def packed(shape: Shape, documents: int) -> Batch:
     each = shape.row // documents
     positions, segments = (np.broadcast_to(x, size) for x in (place % each, place // each + 1))
     mask, targets = (positions >= each // 2).astype(np.float32), np.roll(tokens, -1, axis=1)
-    arrays = {
-        "tokens": tokens,
-        "targets": targets,
-        "positions": positions,
-        "segments": segments,
-        "mask": mask,
-    }
-    return Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    return Batch(*map(jnp.asarray, (tokens, targets, positions, segments, mask)))
 
 
 def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[dict]:

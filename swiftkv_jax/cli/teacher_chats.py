@@ -150,8 +150,8 @@ def write_chats(
         answers: dict[int, tuple[str, int]] = {}  # of each prompt: text, tokens
         for line in draft.read_text(encoding="utf-8").splitlines() if draft.exists() else []:
             with contextlib.suppress(ValueError):  # the last line of a stopped run may be incomplete
-                number, *answer = json.loads(line)
-                answers[number] = (answer[0], answer[1])
+                number, text, tokens = json.loads(line)
+                answers[number] = text, tokens
         with (
             working(say, f"{Path(model).name} answers {len(prompts):,} prompts") as doing,
             draft.open("a", encoding="utf-8") as file,

@@ -244,7 +244,7 @@ def flag(raw: Mapping, name: str) -> bool:
 
 
 def fields_from_hf(family: str, raw: Mapping) -> dict:
-    """ModelConfig's fields, all but `rope`; `raw` as `with_llama_names` gives it."""
+    """ModelConfig's fields of a decoder; `raw` as `with_llama_names` gives it."""
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     multi_head = family in _MULTI_HEAD or "num_key_value_heads" in raw  # null: one for each head
     bias, reads = flag(raw, "attention_bias"), FAMILIES[family].reads

@@ -60,14 +60,7 @@ def packed_batch(rows: int = 4, length: int = 21) -> Batch:
     targets = np.roll(tokens, -1, axis=1)
     same = np.roll(segments, -1, axis=1) == segments
     mask = (same & (segments > 0) & (rng.random((rows, length)) < 0.8)).astype(np.float32)
-    arrays = {
-        "tokens": tokens,
-        "targets": targets,
-        "positions": positions,
-        "segments": segments,
-        "mask": mask,
-    }
-    return Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    return Batch(*map(jnp.asarray, (tokens, targets, positions, segments, mask)))
 
 
 def recipe_of(student, trainable="swiftkv", loss=None, **changes):
