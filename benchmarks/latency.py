@@ -44,6 +44,10 @@ class Contender:
     full_depth: bool = False
 
 
+def load(name: str, folder: str | Path, dtype: str = "float32") -> Contender:
+    return Contender(name, *from_pretrained(folder, dtype=dtype, cuts=None))
+
+
 @partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode(model: Transformer, params, cache: Cache, start, count: int):
     """`count` greedy tokens for every sequence of the cache, from position `start` on, in one launch."""
@@ -152,8 +156,7 @@ def main() -> None:
     p.add_argument("--output", type=Path)
     args = p.parse_args()
     first, *rest = args.models
-    load = partial(from_pretrained, dtype="float32", cuts=None)
-    standard = Contender("standard", *load(first))
+    standard = load("standard", first)
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
     for form in args.forms:  # without the weights that only files keep
         model, params = to_slim(standard.model, standard.params, form)
@@ -161,7 +164,7 @@ def main() -> None:
         contenders.append(Contender(f"as {form}", model, params))
     for folder in map(Path, rest):
         name = folder.parent.name if folder.name == "export" else folder.name
-        contenders.append(Contender(name, *load(folder)))
+        contenders.append(load(name, folder))
     decodes = [(256, 1), (2048, 1), (256, 16), (2048, 16)]
     if args.engine:
         result = through_engines(contenders, args.lengths[0], args.rounds)

@@ -124,7 +124,7 @@ def collectives(llm: LLM) -> dict[str, int]:
     """Counts of collectives in one decode step, and in the loops inside it."""
     engine = llm.engine.runner
     lanes = loop.Lanes(*[np.zeros(4, np.int32)] * 3, np.ones(4, bool), np.zeros((4, 0), np.int32))
-    policy, table = engine.seats.policy([], 4, engine.modes[0]), np.zeros((4, engine.slots), np.int32)
+    policy, table = engine.seats.policy([], 4, engine.modes[0]), np.zeros((4, engine.arrays.slots), np.int32)
     fixed = (engine.model, engine.modes[0], 8, engine.params)
     text = loop.decode.lower(*fixed, engine.cache, table, lanes, policy).compile().as_text()
     found = re.compile(r"= \S+ (?:all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(")
