@@ -200,7 +200,7 @@ def few(monkeypatch) -> None:
     kept, rest = systems.kept_layers, systems.others
     monkeypatch.setattr(systems, "kept_layers", lambda sizes: kept(sizes)[1:2])
     monkeypatch.setattr(systems, "_SPLITS", (0.5,))
-    monkeypatch.setattr(command, "others", lambda source: list(rest(source))[:1])
+    monkeypatch.setattr(systems, "others", lambda source: list(rest(source))[:1])
     monkeypatch.setattr(evaluation, "FIT_TOKENS", 1024)
     monkeypatch.setattr(times, "LENGTHS", (16, 32))
     monkeypatch.setattr(times, "SHORT", (2, 9))
