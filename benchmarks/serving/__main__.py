@@ -89,9 +89,9 @@ def checked(argv: list[str] | None) -> argparse.Namespace:
     args.goals = {}
     for name, _, value in (text.partition(":") for text in args.goodput):
         args.goals[choice("--goodput", name, _GOALS)] = above("--goodput", _number("goodput", value), 0)
-    # (a number, whether its unit is the rate that the first system can sustain).
+    # (a number, whether its unit is the rate that the first system can sustain); inf is all at once.
     rates = [(_number("rates", text.removesuffix("x")), text.endswith("x")) for text in args.rates]
-    args.wanted = [(above("--rates", rate, 0), relative) for rate, relative in rates]
+    args.wanted = [(r if r == math.inf else above("--rates", r, 0), relative) for r, relative in rates]
     percentiles = [_number("metric-percentiles", part) for part in args.metric_percentiles.split(",")]
     args.percentiles = [number("--metric-percentiles", value, 0, 100) for value in percentiles]
     args.metadata = dict(_pair("metadata", text) for text in args.metadata)
