@@ -125,16 +125,14 @@ def order(
     keys_and_values, keys, inputs = calls_of_rows(shape)
     for call in (keys_and_values, keys):
         yield from examined(call)
+    for plan in (STANDARD, HALF):
+        yield engine(plan, **best, sizes=long)
     yield from examined(training_call(shape))
     for attention in shape.candidates["train"]:
         yield step(attention)
-    yield from examined(own["fill"])
     eight = calls(shape, dtype=shape.fp8)
     yield from examined(eight["decode"])
     yield engine(HALF, won(eight["decode"]), best["chunk"], dtype=shape.fp8)
-    for plan in (STANDARD, HALF):
-        yield engine(plan, **best, sizes=long)
-    yield from examined(inputs)
     if model:
         given = {"model": model, "words": shape.words, **files}
         yield line(TEACHER, "teacher", given | {"count": shape.chats})
@@ -143,6 +141,8 @@ def order(
     if torch:
         args = {"shape": name, "requests": requests, "prompt": prompt}
         yield line("transformers", "transformers", args, group="torch")
+    yield from examined(own["fill"])
+    yield from examined(inputs)
     for kind in ("decode", "chunk"):
         yield from examined(calls(shape, page=PAGES[1])[kind])
     for plan in (STANDARD, HALF):
