@@ -189,6 +189,22 @@ def test_step_is_forward_for_any_chunks_and_survivors(chunks, choices):
     check_step(PLANS["split1x2"], ODD, chunks, lambda i: choices.random() < 0.4)
 
 
+@pytest.mark.parametrize("name", ["standard", "split2", "split1x2"])
+def test_a_chunk_that_ends_no_prompt_reads_no_weight_of_the_upper_layers(name):
+    """With NaN in their MLPs the rows of the chunk are the same, and the scores no numbers of theirs."""
+    model, params = tiny(PLAIN, PLANS[name])
+    layers = weights.recut(params["layers"], [range(i, i + 1) for i in range(LAYERS)])
+    spoilt = [p | {"mlp": jax.tree.map(lambda w: w * jnp.nan, p["mlp"])} for p in layers]
+    depth, caches = model.plan.depth, []
+    for last in (layers[depth:], spoilt[depth:]):
+        tree, arrays = params | {"layers": layers[:depth] + last}, flat_batch(sequences(1), (0,), (9,), [])[1]
+        out, cache = run_step(model, tree, *arrays, paged_cache(model, 1))
+        assert not np.any(out)
+        caches.append(jax.tree.leaves(cache))
+    for a, b in zip(*caches, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.slow("standard")
 @pytest.mark.parametrize(
     "plan, config",

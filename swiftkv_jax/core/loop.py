@@ -1,11 +1,12 @@
 """A decoder as one loop over layers, on a cache: how it is served.
 
 Before a layer runs, the rows whose source is its input are made. From the plan's depth on only the survivors
-continue, the tokens whose logits are needed. Prompts, chunks of them and decode tokens are the same call. Its
-definition is `scan.forward`, the same loop over full sequences.
+continue, the tokens whose logits are needed; without any, no weight of these layers is read. Prompts, chunks
+of them and decode tokens are the same call. Its definition is `scan.forward`, the same loop over full
+sequences.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,14 +26,12 @@ class Ran(NamedTuple):
     """The result of running some layers over a flat ragged batch.
 
     Attributes:
-      x: [M, D] the hidden states leaving the last of them. cache: with the rows of the batch.
-      split: [M, D] the hidden states of the same tokens entering the plan's depth, if it was reached.
+      x: [T, D] the hidden states leaving the last of them. cache: with the rows of the batch.
       raw: row -> itself as its projections leave it, of the rows that were asked for.
     """
 
-    x: Float[Array, "M D"]
+    x: Float[Array, "T D"]
     cache: Cache
-    split: Float[Array, "M D"] | None
     raw: dict[int, Raw]
 
 
@@ -56,8 +55,9 @@ def step(
       positions: [T] int32 positions in their sequences, in [0, cache.capacity); the caller checks this.
       query_starts: [sequences + 1] int32. Sequence s owns tokens [query_starts[s], query_starts[s+1]) and
         row s of the page table; tokens from query_starts[-1] on are padding.
-      survivors: [M] ascending indices into `tokens`; an index of T is padding, with meaningless logits.
-        If this and `query_starts` are None, every sequence has one token, and every token survives.
+      survivors: [M] ascending indices into `tokens`; an index of T is padding, with meaningless logits. If
+        all are padding, as in a chunk that does not end its prompt, no layer from `plan.depth` on runs. If
+        this and `query_starts` are None, every sequence has one token, and every token survives.
       cache: with pages for these positions in its table.
       exits: also return the logits of the exit head.
 
@@ -65,16 +65,23 @@ def step(
       Logits [M, V] in float32, with `exits` a pair of them, and the cache with the rows of these tokens.
     """
     at, batch = cache.angles.at(positions), make_batch(query_starts, positions)
-    survive = None
-    if query_starts is not None and survivors is not None:
-        survive = partial(survivors_of, positions, query_starts, survivors)
-    x = embed(model, params, tokens, positions)
-    ran = run(model, params, x, at, batch, cache, survive=survive)
-    own = logits(model, params, ran.x)
-    if not exits:
-        return own, ran.cache
-    assert ran.split is not None  # all layers ran
-    return (own, exit_logits(model, params, ran.split)), ran.cache
+    x, depth = embed(model, params, tokens, positions), model.plan.depth
+    x, cache, _ = run(model, params, x, at, batch, cache, range(depth))
+    due = model.plan.made_at(depth)
+    cache, _ = make_rows(model, params, due, depth, x, at, batch, cache)
+
+    def finish() -> Any:
+        split, *where = x, at, batch
+        if query_starts is not None and survivors is not None:
+            split, *where = survivors_of(positions, query_starts, survivors, x, at)
+        upper = range(depth, model.plan.num_layers)
+        own = logits(model, params, run(model, params, split, *where, cache, upper, given=due).x)
+        return (own, exit_logits(model, params, split)) if exits else own
+
+    if survivors is None:
+        return finish(), cache
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(finish))
+    return jax.lax.cond(survivors[0] < tokens.shape[0], finish, lambda: nothing), cache
 
 
 def run(
@@ -85,26 +92,21 @@ def run(
     batch: Batch,
     cache: Cache,
     layers: range | None = None,
-    survive: Callable | None = None,
     given: Container[int] = (),
     keep: Container[int] = (),
 ) -> Ran:
     """Run `layers` (all by default) over a flat ragged batch, and make the rows that are due before each.
 
-    survive: selects from (x, at) what continues at the plan's depth, as (x, at, batch); all by default.
     given: rows of the batch that are in the cache already. keep: rows to return as their projections leave
     them.
     """
-    config, plan, raw, split = model.config, model.plan, {}, None
+    config, plan, raw = model.config, model.plan, {}
     layers = range(plan.num_layers) if layers is None else layers
     bias = causal_bias(config, params["relative"], cache.capacity) if config.relative_buckets else None
     for layer in layers:
         due = [row for row in plan.made_at(layer) if row not in given]
         cache, made = make_rows(model, params, due, layer, x, at, batch, cache, keep)
         raw |= made
-        if layer == plan.depth:
-            x, at, batch = (x, at, batch) if survive is None else survive(x, at)
-            split = x
         p = weights.layer(params, layer)
         rows = (plan.reads[layer], *plan.cross[layer : layer + 1])
         readers = [_row_reader(plan, params, *each) for each in zip(rows, p["attentions"], strict=True)]
@@ -113,7 +115,7 @@ def run(
         if plan.cross:
             reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
         x = decoder_layer(config, p, x, at.of(config, maker), reads, MLPS[kind.mlp])
-    return Ran(x, cache, split, raw)
+    return Ran(x, cache, raw)
 
 
 def _row_reader(plan: KVPlan, params: PyTree, row: int, attention: PyTree) -> PyTree:
