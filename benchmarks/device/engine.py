@@ -90,15 +90,20 @@ def measure(
 
 
 def compile_programs(runner: Runner, tail: int) -> None:
-    """Compile, several at once, all that the measurement launches: a chunk of one prompt, the last `tail`
-    tokens of all prompts, and the loop that decodes."""
+    """Compile all that is launched: a chunk of one prompt, the last `tail` tokens of all prompts, and the
+    loop that decodes."""
     one, lanes, mode = runner.rows(1), runner.lanes, MODES[0]
     programs = {program.key for program in runner.programs()}
     wanted = {("step", lanes, min(runner.budget, 1 << (tail - 1).bit_length()))}
     chunk = ("step", one, runner.budget)
     wanted |= {chunk if chunk in programs else ("step", lanes, runner.budget)}
     wanted |= {("loop", lanes, mode), ("draw", one, mode), ("draw", lanes, mode)} & programs
+    compile_several(runner, wanted)
+    runner.clear([0])
+
+
+def compile_several(runner: Runner, wanted: set[tuple]) -> None:
+    """Compile these programs, several at once; from now on launches use them alone."""
     warming = runner.begin_warm_up(wanted)
     while not warming.done:
         warming.take()
-    runner.clear([0])

@@ -22,8 +22,8 @@ SOURCES = {  # files and folders that a task runs
     "examine": ("kernels",),
     "engine": (*_WHOLE, "benchmarks/device/engine.py", "benchmarks/device/profile.py"),
     "train": (*_WHOLE, "benchmarks/device/training.py"),
-    "teacher": (*_WHOLE, "benchmarks/device/student.py"),
-    "student": (*_WHOLE, "benchmarks/device/student.py", "demo/smollm2.py"),
+    "teacher": (*_WHOLE, "benchmarks/device/student.py", "benchmarks/device/engine.py"),
+    "student": (*_WHOLE, "benchmarks/device/student.py", "benchmarks/device/engine.py", "demo/smollm2.py"),
     "transformers": ("benchmarks/device/peer.py", "benchmarks/device/shapes.py"),
 }
 _ELSEWHERE = ("folder", "chats", "model", "seconds")  # arguments that do not change what is measured

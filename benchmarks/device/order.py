@@ -18,7 +18,7 @@ from swiftkv_jax.kernels.common.case import Call
 SECONDS = {"hardware": (8, 60), "ceilings": (8, 60), "launches": (12, 60), "transformers": (40, 120)}
 SECONDS |= {"engine, safe": (60, 150), "engine": (35, 120), "train": (30, 120)}
 SECONDS |= {"decode": (12, 40), "chunk": (16, 40), "fill": (8, 40), "keys": (10, 40), "attention": (15, 60)}
-SECONDS |= {"teacher": (45, 90), "student": (120, 600)}
+SECONDS |= {"teacher": (60, 150), "student": (120, 600)}
 STANDARD, HALF, SHARED = PLANS
 TEACHER, STUDENT = "SmolLM2: chats", "SmolLM2: student at 50 %"
 PAGE, PAGES = 64, (64, 128)
@@ -115,6 +115,9 @@ def order(
         args = {"shape": name, "attention": attention, "documents": shape.documents, "remat": remat}
         return line(title, "train", args)
 
+    def buffered(kinds: str) -> str:
+        return f"{flags} --xla_gpu_enable_command_buffer={kinds}".strip()
+
     yield line("ceilings", "ceilings", {"shape": name})
     own, safe = calls(shape), {kind: names[0] for kind, names in shape.candidates.items()}
     for kind in ("decode", "chunk"):
@@ -122,6 +125,8 @@ def order(
     best = {kind: won(own[kind]) for kind in ("decode", "chunk")}
     for plan in PLANS:
         yield engine(plan, **best)
+    plain, env = engine(STANDARD, **best), {"XLA_FLAGS": buffered("+WHILE")}
+    yield dataclasses.replace(plain, name=f"{plain.name}, loops in command buffers", group="buffers", env=env)
     keys_and_values, keys, inputs = calls_of_rows(shape)
     for call in (keys_and_values, keys):
         yield from examined(call)
@@ -151,7 +156,6 @@ def order(
         yield engine(HALF, **best, fill=fill)
     yield step(shape.candidates["train"][-1], remat=True)
     for how, kinds in BUFFERS.items():
-        buffers = f"{flags} --xla_gpu_enable_command_buffer={kinds}".strip()
-        env = {} if kinds is None else {"XLA_FLAGS": buffers}
+        env = {} if kinds is None else {"XLA_FLAGS": buffered(kinds)}
         count = {"count": 20 if name == "tiny" else 500}
         yield line(f"launches: command buffers {how}", "launches", count, group="launches", **env)

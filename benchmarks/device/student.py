@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.device.engine import compile_several
 from demo import smollm2
 from swiftkv_jax.cli.convert import costs
 from swiftkv_jax.common.folder import DEMO
@@ -21,6 +22,7 @@ from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import AttentionConfig, Experiment
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.runner import MODES
 from swiftkv_jax.kernels.check.supervisor import write_whole
 
 PROMPTS = Path(__file__).with_name("prompts.txt")  # one a line, in no chat that a student trains on
@@ -54,8 +56,12 @@ def _asked(question: str) -> list[dict]:
 
 
 def served(model: Path, words: int) -> LLM:
-    """The model for questions of at most 512 tokens; kernels are named, so that no check runs here."""
-    return LLM(model, max_model_len=512 + words, max_num_seqs=LANES, kernels="xla")
+    """The model for questions of at most 512 tokens, with as few programs as suffice: on a GPU each takes
+    seconds to compile. Kernels are named, so that no check runs here."""
+    llm = LLM(model, max_model_len=512 + words, max_num_seqs=LANES, kernels="xla")
+    runner, mode = llm.engine.runner, MODES[-1]
+    compile_several(runner, {("step", LANES, runner.budget), ("draw", LANES, mode), ("loop", LANES, mode)})
+    return llm
 
 
 def answers(llm: LLM, words: int) -> list[str]:
