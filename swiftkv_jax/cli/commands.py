@@ -31,6 +31,7 @@ HELP = """usage: swiftkv COMMAND ...
   replicas MODEL          several servers of it behind Ray Serve
   kernels MODEL           check and time the kernels of its sizes on this machine; the flags of serve
   eval MODEL --tasks T    EleutherAI's evaluation harness
+  eval MODEL --against T  a student's answers beside those of its teacher T
   push DIR REPO           upload an export to the Hugging Face hub
 
 swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
@@ -57,9 +58,19 @@ def main() -> int:
 def expand_model_argument(name: str, words: list[str]) -> list[str]:
     """The words after a command; a bare MODEL gets the flag that it stands for, where the command needs
     one."""
-    if name not in MODEL_FLAGS or not words or words[0].startswith("-"):
+    if (
+        name not in MODEL_FLAGS
+        or not words
+        or words[0].startswith("-")
+        or (name == "eval" and _against(words))
+    ):
         return words
     return [*MODEL_FLAGS[name](words[0]), *words[1:]]
+
+
+def _against(words: list[str]) -> bool:
+    """Whether `eval` compares two models' answers."""
+    return any(word.partition("=")[0] == "--against" for word in words)
 
 
 def _command(module: str, compiles: str = "") -> Callable[[], int]:
@@ -121,7 +132,9 @@ def kernels() -> int:
 
 
 def evaluate() -> int:
-    """Run lm-eval on our model; the exit code."""
+    """Compare two models' answers, or run lm-eval on our model; the exit code."""
+    if _against(sys.argv):
+        return _command("answers")()
     if "--version" in sys.argv[1:]:
         print(f"swiftkv-jax {__version__}")
         return 0

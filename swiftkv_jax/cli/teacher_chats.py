@@ -109,9 +109,9 @@ def sampling_of(query: str, source: str) -> Sampling:
         raise UsageError(f"{source}: {error}") from None
 
 
-def prompts_of(source: str) -> list[Chat]:
+def prompts_of(source: str, texts: bool = False) -> list:
     """The prompts of a file, a pattern or a folder: rows with a text `prompt`, or chats without their last
-    answer."""
+    answer; with `texts` also rows with a text, as strings."""
     bad, prompts = [], []
     for path, _ in files.files_of(source):
         kind = files.kind_of(path)
@@ -122,7 +122,11 @@ def prompts_of(source: str) -> list[Chat]:
                 if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row["prompt"]:
                     prompts.append([{"role": "user", "content": row["prompt"]}])
                     continue
-                chat = list(parse_row(row).messages)
+                document = parse_row(row)
+                if texts and document.text:
+                    prompts.append(document.text)
+                    continue
+                chat = list(document.messages)
                 while chat and chat[-1]["role"] != "user":
                     chat.pop()
                 if not chat:

@@ -71,12 +71,12 @@ def step(
     cache, _ = make_rows(model, params, due, depth, x, at, batch, cache)
 
     def finish() -> Any:
-        split, *where = x, at, batch
+        chosen = x, at, batch
         if query_starts is not None and survivors is not None:
-            split, *where = survivors_of(positions, query_starts, survivors, x, at)
+            chosen = survivors_of(positions, query_starts, survivors, x, at)
         upper = range(depth, model.plan.num_layers)
-        own = logits(model, params, run(model, params, split, *where, cache, upper, given=due).x)
-        return (own, exit_logits(model, params, split)) if exits else own
+        own = logits(model, params, run(model, params, *chosen, cache, upper, given=due).x)
+        return (own, exit_logits(model, params, chosen[0])) if exits else own
 
     if survivors is None:
         return finish(), cache

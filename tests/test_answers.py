@@ -1,0 +1,131 @@
+"""`swiftkv eval STUDENT --against TEACHER`: transformers' greedy answers and likelihoods, and refusals."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.cli import answers
+from swiftkv_jax.cli.answers import Answers, compared, main
+from swiftkv_jax.cli.convert import convert
+from swiftkv_jax.distill.config import PlanConfig
+
+TEACHER = Path(__file__).resolve().parents[1] / "demo" / "teacher"
+TEXT = "The lighthouse keeper walked down to the shore and looked at the boats. " * 8
+ROWS = [
+    {"prompt": "Tell me about the sea."},
+    {
+        "messages": [
+            {"role": "user", "content": "What is a lamp?"},
+            {"role": "assistant", "content": "A light."},
+        ]
+    },
+    {"text": TEXT},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def figures(printed: str) -> dict[str, list[float]]:
+    """Name -> the numbers of its line."""
+    lines = (line for line in printed.splitlines() if "±" in line and "prompts" not in line)
+    return {line[:28].strip(): [float(x) for x in re.findall(r"-?\+?\d+\.\d+", line[28:])] for line in lines}
+
+
+@pytest.mark.slow
+def test_answers_and_nats_are_those_of_transformers(tmp_path, prompts, capsys):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    student = tmp_path / "student"
+    convert(str(TEACHER), PlanConfig(split=3, init="least_squares", init_tokens=8192), student, length=128)
+    capsys.readouterr()
+    out = tmp_path / "pairs.jsonl"
+    assert (
+        main(
+            [
+                str(student),
+                "--against",
+                str(TEACHER),
+                "--prompts",
+                prompts,
+                "--tokens",
+                "24",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    printed = figures(capsys.readouterr().out)
+    pairs = [json.loads(line) for line in out.read_text().splitlines()]
+
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
+    model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).eval()
+
+    def nats(prompt: list[int], answer: list[int]) -> float:
+        with torch.inference_mode():
+            scores = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        return -float(np.mean([scores[len(prompt) + i - 1, token] for i, token in enumerate(answer)]))
+
+    served, greedy, found = skv.LLM(student), skv.SamplingParams(temperature=0.0, max_tokens=24), []
+    for row, pair in zip(ROWS, pairs, strict=True):
+        if "text" in row:
+            ids = tokenizer(row["text"])["input_ids"][: answers.BEGINNING]
+        else:
+            chat = row.get("messages", [{"role": "user", "content": row.get("prompt")}])[:1]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        with torch.inference_mode():
+            own = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
+        assert tokenizer.decode(own, skip_special_tokens=True) == pair["teacher"]
+        its = served.generate({"prompt_token_ids": ids}, greedy)[0].outputs[0]
+        assert its.text == pair["student"]
+        found.append((nats(ids, own.tolist()), nats(ids, list(its.token_ids))))
+    want = np.mean(found, 0)
+    assert printed["teacher's nats per token"][:3] == pytest.approx([*want, want[1] - want[0]], abs=1e-3)
+
+
+def test_figures_of_answers_written_by_hand():
+    same, other = [1, 2, 3, 4] * 5, [1, 2, 3, 4] * 4 + [9, 9, 9, 9]
+    teacher = Answers([same, [5, 6]], ["", ""], [1.0, 2.0])
+    student = Answers([other, [5, 6]], ["", ""], [1.5, 2.0])
+    equal, found = compared(teacher, student)
+    assert equal[16] == (1.0, 0.0) and equal[64] == (0.5, 0.5)
+    assert found["teacher's nats per token"] == pytest.approx((1.5, 1.75, 0.25, 0.25))
+    # 17 four-grams, of which 4 are new; of the other, 4 and those with a 9 in them.
+    assert found["repeated 4-grams"] == pytest.approx((13 / 34, 9 / 34, -2 / 17, 2 / 17))
+    assert found["tokens"] == pytest.approx((11, 11, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "rows, flags, named",
+    [
+        ([{"messages": [{"role": "assistant", "content": "I."}]}], [], "prompts.jsonl:1"),
+        (ROWS, ["--tokens", "99999"], "--tokens"),
+        (ROWS, ["--count", "0"], "--count"),
+    ],
+    ids=["no_user", "too_long", "none"],
+)
+def test_wrong_usage_names_what_is_wrong(tmp_path, capsys, rows, flags, named):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(TEACHER), "--against", str(TEACHER), "--prompts", str(path), *flags]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_models_that_read_prompts_differently_are_refused(tmp_path, capsys, prompts):
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in TEACHER.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert main([str(other), "--against", str(TEACHER), "--prompts", prompts]) == 2
+    assert "prompt 0" in capsys.readouterr().err
