@@ -122,10 +122,7 @@ def read(audio, where: str = "audio") -> Sound:
         raise UsageError(f"{where} is empty: 0 s of audio")
     if not (sound.samples.min() >= -_LOUDEST and sound.samples.max() <= _LOUDEST):
         wrong = np.flatnonzero(~(np.abs(sound.samples) <= _LOUDEST))
-        raise UsageError(
-            f"{where}: {len(wrong)} of {sound.samples.size} samples are not finite numbers of full scale 1, "
-            f"the first, number {wrong[0]} from 0, is {sound.samples[wrong[0]]}"
-        )
+        raise UsageError(f"{where}: sample {wrong[0]}, counted from 0, is {sound.samples[wrong[0]]}")
     return sound
 
 
@@ -141,9 +138,7 @@ def _read(audio, where: str) -> Sound:
         channels = 1 if samples.ndim == 1 else samples.shape[1]
         mono = samples if samples.ndim == 1 or not samples.size else _mixed(samples)
         return Sound(samples=mono.reshape(-1), rate=rate, channels=channels)
-    raise UsageError(
-        f"{where} must be the path of a wav file, its bytes, or (samples, rate), not {type(audio).__name__}"
-    )
+    raise UsageError(f"{where} must be a wav file, its bytes, or (samples, rate), not {type(audio).__name__}")
 
 
 def _mixed(samples: Float[np.ndarray, "n channels"]) -> Float[np.ndarray, " n"]:
@@ -156,10 +151,8 @@ def _array(samples, where: str) -> np.ndarray:
     """Floats of full scale 1, [n] or [n, channels]."""
     samples = np.asarray(samples)
     if samples.ndim not in (1, 2) or samples.dtype.kind not in "iuf":
-        raise UsageError(
-            f"{where}: samples must be numbers [n] or [n, channels], not {samples.dtype} "
-            f"{list(samples.shape)}"
-        )
+        shape = list(samples.shape)
+        raise UsageError(f"{where}: samples are numbers [n] or [n, channels], not {samples.dtype} {shape}")
     if samples.dtype.kind == "f":
         return samples.astype(np.float32)
     info = np.iinfo(samples.dtype)
@@ -190,10 +183,8 @@ def _wav(data: bytes, where: str) -> Sound:
         (kind,) = struct.unpack("<H", head[24:26])
     width = bits // 8
     if not channels or block != channels * width or (kind, bits) not in _READERS:
-        raise UsageError(
-            f"{where} is a wav file of format {kind}, {channels} channels of {bits} bits: PCM of 8, 16, 24 "
-            "or 32 bits, floats of 32 or 64, A-law and mu-law are read"
-        )
+        known = "PCM of 8 to 32 bits, floats of 32 or 64, A-law and mu-law are read"
+        raise UsageError(f"{where} is a wav file of format {kind}, {channels} x {bits} bits: {known}")
     body, reader = parts[b"data"], _READERS[kind, bits]
     samples = np.empty(len(body) // block, np.float32)
     together = max(1, _MIXED_TOGETHER // channels)

@@ -134,10 +134,8 @@ class SwiftKV(TemplateLM):
         out = []
         for key, context, continuation in tqdm(requests, desc="loglikelihood", disable=disable_tqdm):
             if len(continuation) > self.max_length:
-                raise UsageError(
-                    f"a continuation of {len(continuation)} tokens does not fit a context of "
-                    f"{self.max_length}"
-                )
+                size = len(continuation)
+                raise UsageError(f"a continuation of {size} tokens is above the context {self.max_length}")
             ids = (context + continuation)[-(self.max_length + 1) :]
             start = len(ids) - len(continuation)
             scored = zip(ids[start:], self.llm.score(ids)[start:], strict=True)

@@ -84,10 +84,7 @@ def from_pretrained(
         home, dtype, mesh, cuts, slim=False
     )  # it predicts keys and values
     if fingerprint(home, version) != stored:
-        raise UsageError(
-            f"{home} differs from the model that {folder} was made for, in weights or config: give the right "
-            "one by --base DIR (base= in Python)"
-        )
+        raise UsageError(f"{home} is not the model that {folder} was made for: give it by --base (base=)")
     check_tokenizers(home, folder / AUXILIARY)
     auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, base_model.dtype, mesh, cuts, slim=False)
     model = Predicted(base_model, auxiliary, prediction)
@@ -225,10 +222,7 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
         raise UsageError(f"{base} and {auxiliary} have different tokenizers: they must read the same tokens")
     most, known = (hf.read_model(folder)[0].vocab_size for folder in (base, auxiliary))
     if most > known and (count := load_tokenizer(base).vocab_size) > known:
-        raise UsageError(
-            f"the tokenizer of {base} has {count} tokens and the model in {auxiliary} has {known}: an "
-            "auxiliary must read all of them"
-        )
+        raise UsageError(f"the tokenizer of {base} has {count} tokens, its reader {auxiliary} only {known}")
 
 
 def _read(path: Path) -> tuple[int, str, str, Prediction]:

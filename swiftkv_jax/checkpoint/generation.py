@@ -99,10 +99,8 @@ def _older(raw: Mapping, folder: Path) -> dict:
         languages = {name: index for name, index in tokens.items() if _LANGUAGE.fullmatch(name)}
         tasks = {name: tokens[f"<|{name}|>"] for name in _TASKS if f"<|{name}|>" in tokens}
         if not languages or not tasks:
-            raise UsageError(
-                f"{folder}: generation_config.json has no lang_to_id, and no tokenizer there names the "
-                "languages: copy the file of the model that this one was trained from"
-            )
+            missing = f"{folder}: neither generation_config.json nor a tokenizer there names the languages"
+            raise UsageError(f"{missing}: copy the former of the model that this one was trained from")
         out |= {"lang_to_id": languages, "task_to_id": tasks}
         out["language"] = next((name for name, index in languages.items() if index in forced[:1]), None)
     return {name: value for name, value in out.items() if raw.get(name) is None}

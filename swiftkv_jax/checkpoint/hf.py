@@ -85,10 +85,7 @@ def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Ma
     """The model that a folder's config.json describes, and the file's fields; slim=False: rows of keys and
     values."""
     if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
-        raise UsageError(
-            f"{folder} is a KV prediction adapter and holds no model of its own: give its base's folder, or "
-            f"{folder / AUXILIARY}"
-        )
+        raise UsageError(f"{folder} is an adapter, without a model: give its base, or {folder / AUXILIARY}")
     raw = read_config_json(folder)
     config = ModelConfig.from_hf(raw)
     if said_dtype(raw) is None and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
@@ -116,9 +113,7 @@ def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
             raise UsageError(f"{text} is a folder here: revision {revision!r} is of models on the hub")
         return gguf_of(path) or path
     if path.exists():
-        raise UsageError(
-            f"{text} is a file; give the folder that holds config.json and the safetensors, or a GGUF file"
-        )
+        raise UsageError(f"{text} is a file; give a folder of config.json and safetensors, or a GGUF file")
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.suffix == SUFFIX:
         raise UsageError(f"no such {'file' if path.suffix == SUFFIX else 'folder'}: {text}")
     from huggingface_hub import snapshot_download
@@ -126,9 +121,7 @@ def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=list(_DOWNLOAD)))
     except Exception as error:  # the hub client raises many types; to the user they all mean: not available
-        raise UsageError(
-            f"{text!r} is not a local folder, and the Hugging Face hub gives none: {first_line(error)}"
-        ) from None
+        raise UsageError(f"{text!r} is no folder here, and the hub gives none: {first_line(error)}") from None
 
 
 def open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
@@ -151,10 +144,8 @@ def _single(folder: Path) -> Path:
         return folder / SINGLE
     others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
     if any(not name.endswith(".safetensors") for name in others):
-        raise UsageError(
-            f"{folder} holds {', '.join(others[:3])} but no {SINGLE}; only safetensors and GGUF are read "
-            "(pickled files can run code): convert it with transformers' save_pretrained"
-        )
+        advice = "pickled files can run code: convert it with transformers' save_pretrained"
+        raise UsageError(f"{folder} holds {', '.join(others[:3])}, no {SINGLE} and no GGUF; {advice}")
     only = f", only {', '.join(others[:3])}" if others else ""
     raise UsageError(f"{folder} holds neither {SINGLE} nor {INDEX}{only}")
 
@@ -165,9 +156,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise UsageError(f"{path}: weight_map must be an object that names a file for each tensor")
     for name in sorted(set(where.values())):
         if not _BARE.fullmatch(name):
-            raise UsageError(
-                f"{path}: {name[:100]!r} is not the bare name of a safetensors file in this folder"
-            )
+            raise UsageError(f"{path}: {name[:100]!r} is not the bare name of a safetensors file")
         if not (path.parent / name).exists():
             raise UsageError(f"{path} names {name}, which is not in {path.parent}; download it again")
     return dict(where)

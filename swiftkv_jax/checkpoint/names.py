@@ -360,9 +360,7 @@ def as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
         out = array.astype(dtype)
     if dtype == np.float16 and np.isinf(out).any() and np.isfinite(array).all():
         most = np.abs(array).max()
-        raise UsageError(
-            f"{name} holds {most:.3g}, and float16 ends at 65504: use bfloat16 or float32 for this model"
-        )
+        raise UsageError(f"{name} holds {most:.3g}, and float16 ends at 65504: use bfloat16 or float32")
     return out
 
 

@@ -83,10 +83,8 @@ class Checkpointer:
         if step == self._latest:
             return
         if later := [s for s in self._with_manifest() if s >= step]:
-            raise UsageError(
-                f"cannot save step {step}: {self.directory} already holds checkpoint {later[-1]}; "
-                "resume from it, or choose another directory"
-            )
+            there = f"{self.directory} already holds checkpoint {later[-1]}"
+            raise UsageError(f"cannot save step {step}: {there}; resume from it, or choose another directory")
         named = _named(state)
         arrays = {name: leaf for name, leaf in named.items() if leaf.size}
         with _explained(f"saving checkpoint {step} in {self.directory}"):
@@ -152,9 +150,9 @@ class Checkpointer:
                         for n in names[:_LISTED]
                     ]
                     other += [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+                    differs = f"checkpoint {step} in {self.directory} is of another model or optimiser"
                     raise UsageError(
-                        f"checkpoint {step} in {self.directory} is of another model or optimiser: "
-                        f"{'; '.join(other)}. Resume with the run's own config, or choose another directory"
+                        f"{differs}: {'; '.join(other)}. Take the run's config, or another folder"
                     )
                 stand_ins = {
                     name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place(leaf))
@@ -233,10 +231,8 @@ class Checkpointer:
         if (good := from_first(good)) == -2:
             return None
         if good < 0:
-            raise CheckpointError(
-                f"none of the {len(steps)} checkpoint(s) in {self.directory} is whole; "
-                "put back a copy of one, or start again in another directory"
-            )
+            none = f"none of the {len(steps)} checkpoint(s) in {self.directory} is whole"
+            raise CheckpointError(f"{none}: put back a copy of one, or start again in another directory")
         return good
 
 

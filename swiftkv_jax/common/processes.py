@@ -86,25 +86,18 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
             )
     except Exception as error:  # also one of a client of Kubernetes
         if not isinstance(error, ValueError) or "be defined" not in str(error):
-            raise UsageError(
-                f"a launcher was found, but not its processes: {first_line(error)}; "
-                "--no-distributed runs this process alone"
-            ) from error
+            why = f"a launcher was found, but not its processes: {first_line(error)}"
+            raise UsageError(f"{why}; --no-distributed runs this process alone") from error
         if named:
-            raise UsageError(
-                f"JAX_COORDINATOR_ADDRESS={environ['JAX_COORDINATOR_ADDRESS']!r} is set, but {error} Set "
-                "JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or give --no-distributed"
-            ) from None
+            advice = "Set JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or give --no-distributed"
+            raise UsageError(f"JAX_COORDINATOR_ADDRESS is set, but {error} {advice}") from None
         if (many or 1) > 1:  # only Open MPI 4 says where process 0 is
-            raise UsageError(
-                f"mpirun started {many} processes, but JAX does not find process 0: set "
-                "JAX_COORDINATOR_ADDRESS to its HOST:PORT, or give --no-distributed"
-            ) from None
+            advice = "set JAX_COORDINATOR_ADDRESS to process 0's HOST:PORT, or give --no-distributed"
+            raise UsageError(f"JAX does not find the {many} processes of mpirun: {advice}") from None
         if wanted:
-            raise UsageError(
-                "--distributed: no launcher that JAX knows started this process. Use SLURM, Open MPI or a "
-                "Kubernetes JobSet, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-            ) from None
+            names = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            advice = f"use SLURM, Open MPI or a Kubernetes JobSet, or set {names}"
+            raise UsageError(f"--distributed: JAX knows no launcher of this process: {advice}") from None
     finally:
         late.cancel()
 

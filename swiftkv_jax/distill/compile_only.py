@@ -88,10 +88,8 @@ def topology(text: str):
     hosts x devices)."""
     chip, _, shape = text.partition(":")
     if chip not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
-        raise UsageError(
-            f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {', '.join(CHIPS)}"
-            f"{suggest(chip, CHIPS)}"
-        )
+        known = f"{', '.join(CHIPS)}{suggest(chip, CHIPS)}"
+        raise UsageError(f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {known}")
     platform, kind = CHIPS[chip]
     if platform == "tpu":
         # Both TensorCores of a v4 chip are one device, as JAX has them there.
@@ -102,10 +100,8 @@ def topology(text: str):
     try:
         return kind, topologies.get_topology_desc(platform=platform, **target).devices
     except Exception as error:  # compilers raise many types; to the user they all mean: not available
-        raise UsageError(
-            f"cannot describe {text}: {first_line(error, 200)} "
-            "(pip install 'swiftkv-jax[aot]' brings the compilers)"
-        ) from None
+        advice = "pip install 'swiftkv-jax[aot]' brings the compilers"
+        raise UsageError(f"cannot describe {text}: {first_line(error, 200)} ({advice})") from None
 
 
 def compile_step(experiment: Experiment, devices):

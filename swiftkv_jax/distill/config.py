@@ -89,9 +89,7 @@ class PredictConfig(Checked):
         super().__post_init__()
         if bool(self.auxiliary) == bool(self.keep):
             given = f"both auxiliary {self.auxiliary!r} and keep {self.keep}" if self.keep else "neither"
-            raise UsageError(
-                f"predict has {given}: give auxiliary (a folder or id) or keep (layers of the model)"
-            )
+            raise UsageError(f"predict has {given}: give auxiliary (a folder or id) or keep (layers)")
 
     def build(self, base: KVPlan, auxiliary: KVPlan) -> Prediction:
         """The map from the rows of `base` to the rows of `auxiliary` that they are predicted from."""
@@ -305,38 +303,27 @@ class Experiment(Checked):
         super().__post_init__()
         if not self.model and self.architecture is None:
             raise UsageError("an experiment needs a model (folder or id), or an architecture to begin from")
-        predicts = self.predict is not None
+        predicts, loss = self.predict is not None, self.loss
         if (self.trainable == "predictor") != predicts:
             given = f"predict with trainable={self.trainable!r}" if predicts else "no predict"
-            raise UsageError(
-                f'an experiment with {given}: KV prediction takes trainable="predictor" and '
-                "predict=PredictConfig(...), both or neither"
-            )
-        if isinstance(self.loss, PredictionLossConfig) != predicts:
+            both = 'trainable="predictor" and predict=PredictConfig(...)'
+            raise UsageError(f"an experiment with {given}: KV prediction takes both {both}")
+        if isinstance(loss, PredictionLossConfig) != predicts:
             wanted = "PredictionLossConfig" if predicts else "LossConfig"
-            raise UsageError(
-                f"trainable={self.trainable!r} takes loss={wanted}(...), not {type(self.loss).__name__}"
-            )
+            given = type(loss).__name__
+            raise UsageError(f"trainable={self.trainable!r} takes loss={wanted}(...), not {given}")
         if predicts and (not self.model or self.plan != PlanConfig()):
-            raise UsageError(
-                'trainable="predictor" predicts the rows of a model as it is, and this has plan.split '
-                f"{self.plan.split}, plan.init {self.plan.init}, model {self.model!r}: give model alone"
-            )
-        loss = self.loss
+            given = f"plan.split {self.plan.split}, plan.init {self.plan.init}, model {self.model!r}"
+            raise UsageError(f'trainable="predictor" is for a model as it is, not {given}: give model alone')
         if self.trainable == "all" and (loss.kl_weight or loss.hidden_weight or loss.exit_weight):
-            raise UsageError(
-                'trainable="all" is plain language-model training, without a teacher: set loss.kl_weight=0, '
-                "loss.hidden_weight=0, loss.exit_weight=0, loss.lm_weight=1"
-            )
+            weights = "loss.kl_weight=0, loss.hidden_weight=0, loss.exit_weight=0, loss.lm_weight=1"
+            raise UsageError(f'trainable="all" trains a language model without a teacher: set {weights}')
         if self.trainable == "all" and self.plan.split:
-            split = f"plan.split {self.plan.split} is of a student"
-            raise UsageError(f'{split}, and trainable="all" has none: set it to 0')
+            raise UsageError(f'plan.split {self.plan.split} is not for trainable="all": set it to 0')
         if self.trainable in ("swiftkv", "upper") and (not self.model or not self.plan.split):
             raise UsageError(f"trainable={self.trainable!r} distils a model: give model and plan.split")
         if self.keep and (self.trainable != "all" or not self.model):
-            raise UsageError(
-                f'keep {self.keep} leaves some layers of a model to train: give it, trainable="all"'
-            )
+            raise UsageError(f'keep {self.keep} is of a model whose layers train: give it, trainable="all"')
         self.held_out()
         if self.data.batch_size % self.optimizer.accumulate:
             batch, pieces = self.data.batch_size, self.optimizer.accumulate

@@ -69,10 +69,8 @@ def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float
         gram, cross, tokens = gram + g, cross + c, tokens + int(count)
     width, reads = model.auxiliary.config.kv_width, model.prediction.reads
     if tokens <= width:
-        raise UsageError(
-            f"a least-squares predictor has {width + 1} unknowns an output and {tokens} tokens to find them "
-            "by: raise init_tokens, or --tokens"
-        )
+        given = f"{width + 1} unknowns an output and {tokens} tokens to find them by"
+        raise UsageError(f"a least-squares predictor has {given}: raise init_tokens, or --tokens")
     place = {row: i for i, row in enumerate(sorted(set(reads)))}
 
     def solved(which: int) -> PyTree:

@@ -87,11 +87,9 @@ def moments(
         gram, cross, count = (np.asarray(x, np.float64) for x in run(params, own_params, batch))
         parts[number % _HELD == _HELD - 1] += Moments(gram, cross, int(count))
     solved, held_out = parts
-    if solved.tokens + held_out.tokens < unknowns:
-        raise UsageError(
-            f"a least-squares start has {unknowns} unknowns an output and {solved.tokens + held_out.tokens} "
-            "tokens to find them by: raise plan.init_tokens, or set plan.init=fold"
-        )
+    if (tokens := solved.tokens + held_out.tokens) < unknowns:
+        given = f"{unknowns} unknowns an output and {tokens} tokens to find them by"
+        raise UsageError(f"a least-squares start has {given}: raise plan.init_tokens, or plan.init=fold")
     return solved, held_out
 
 

@@ -353,10 +353,8 @@ class Run:
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             names = sorted({name for row in ids for name in row})
             shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-            raise TrainingError(
-                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; "
-                f"samples of the batch: {shown}. Checkpoints, where there are any, are of before"
-            )
+            sizes = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
+            raise TrainingError(f"step {step}: {sizes}; samples of the batch: {shown}. Checkpoints are older")
         return values
 
     def evaluate(self) -> dict[str, float]:

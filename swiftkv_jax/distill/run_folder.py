@@ -33,9 +33,8 @@ def check(out: Place, experiment: Experiment, resume: bool) -> None:
         try:
             there = identity(json.loads(path.read_text()))
         except ValueError as error:
-            raise UsageError(
-                f"{path} is not valid JSON ({error}); to continue the run, delete this file and give --resume"
-            ) from None
+            why = f"{path} is not valid JSON ({error})"
+            raise UsageError(f"{why}; to continue the run, delete it and give --resume") from None
     here = identity(json.loads(resolved(experiment)))
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     if names:

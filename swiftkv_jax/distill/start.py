@@ -42,19 +42,15 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
         most = model.config.max_position_embeddings
         for what, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
             if data is not None and model.config.learned_positions and data.seq_len > most:
-                raise UsageError(
-                    f"{what}.seq_len {data.seq_len} is more than the {most} positions of the {name}"
-                )
+                raise UsageError(f"{what}.seq_len {data.seq_len} is more than the {name}'s {most} positions")
     return loaded
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str = "model") -> None:
     """Raises UsageError: the tokenizer has tokens without an embedding in the model."""
     if tokenizer.vocab_size > config.vocab_size:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the {name} only {config.vocab_size}: take the "
-            "same model's tokenizer (tokenizer= in a config)"
-        )
+        sizes = f"{tokenizer.vocab_size} tokens, the {name} only {config.vocab_size}"
+        raise UsageError(f"the tokenizer has {sizes}: take the model's own (tokenizer= in a config)")
 
 
 def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loaded:
@@ -65,10 +61,8 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
     if folder is not None:
         forms = plan_from_hf(folder).forms
         if forms != ("kv",):
-            raise UsageError(
-                f"{folder} stores rows as {', '.join(forms)} (Slim attention), which nothing trains through: "
-                "convert last. Train the plain model, then run swiftkv slim"
-            )
+            stored = f"{folder} stores rows as {', '.join(forms)} (Slim attention)"
+            raise UsageError(f"{stored}, which cannot train: train the plain model, then swiftkv slim")
         plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
         cuts = (plan.depth,) if plan.has_shared_norm else ()
         model, params = from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)

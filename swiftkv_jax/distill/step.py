@@ -386,10 +386,8 @@ def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
     rows = experiment.data.batch_size // experiment.optimizer.accumulate
     shards, parts = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["context"]
     if rows % shards:
-        raise UsageError(
-            f"a micro-batch has {rows} rows: make data.batch_size / optimizer.accumulate a multiple of "
-            f"{shards}, the mesh's data x fsdp"
-        )
+        micro = f"a micro-batch, data.batch_size / optimizer.accumulate, has {rows} rows"
+        raise UsageError(f"{micro}: make it a multiple of {shards}, the mesh's data x fsdp")
     held_out = experiment.evaluation
     if held_out is not None and held_out.batch_size % shards:
         size = held_out.batch_size

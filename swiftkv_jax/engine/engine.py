@@ -221,10 +221,8 @@ class Engine:
         page, pages = self.settings.page_size, self.scheduler.pages.total
         for request in requests:
             if (need := -(-request.max_length // page)) > pages:
-                raise UsageError(
-                    f"{request.max_length} tokens of prompt and completion need {need} pages of {page}; the "
-                    f"cache has {pages}: raise num_pages, or lower max_tokens"
-                )
+                size = f"{request.max_length} tokens of prompt and completion need {need} pages of {page}"
+                raise UsageError(f"{size}; the cache has {pages}: raise num_pages, or lower max_tokens")
             if request.request_id in self._groups:
                 raise UsageError(f"request_id {request.request_id!r} is in use")
         coming = sum(map(Demand.of, requests), Demand())

@@ -99,11 +99,8 @@ def role_in(mesh: Mesh | None) -> Single:
     if len(owners) < 2:
         return Single()
     if idle := set(range(jax.process_count())) - owners:
-        raise UsageError(
-            f"{jax.process_count()} processes were started, and the model is sharded over devices of "
-            f"{len(owners)}: process {min(idle)} has nothing to do; use all "
-            f"{jax.device_count()} devices"
-        )
+        used = f"the model is sharded over devices of {len(owners)} of {jax.process_count()} processes"
+        raise UsageError(f"{used}, {min(idle)} has nothing to do: use all {jax.device_count()} devices")
     channel = Channel(f"swiftkv/llm{next(_numbers)}")
     return Follower(channel) if jax.process_index() else Leader(channel)
 

@@ -246,9 +246,7 @@ class LLM:
           UsageError: this is process 0, or all of the model is on this process's devices.
         """
         if not isinstance(self.role, Follower):
-            raise UsageError(
-                "follow() is for processes other than the first, of a model sharded over all of them"
-            )
+            raise UsageError("follow() is for a model's processes other than the first")
         for name, args in self.role.messages():
             getattr(self if hasattr(self, name) else self.engine.runner, name)(*args)
 
@@ -284,7 +282,7 @@ class LLM:
         params = [sampling_params] * len(prompts) if shared else sampling_params
         if len(params) != len(prompts):
             raise UsageError(
-                f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all, or one each"
+                f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or as many"
             )
         pairs = enumerate(zip(prompts, params, strict=True))
         requests = [self.request(prompt, p, f"prompts[{i}]") for i, (prompt, p) in pairs]
@@ -384,10 +382,8 @@ class LLM:
             raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")
         room = room_for(self, ids, params, where)
         if params.prompt_logprobs is not None and not self.scorable:
-            raise UsageError(
-                f"{where}: prompt_logprobs are of models without an encoder and, with an auxiliary, of a "
-                "tail of 1 token"
-            )
+            why = "not with an encoder, and with an auxiliary only for a tail of 1 token"
+            raise UsageError(f"{where}: prompt_logprobs are not offered here: {why}")
         ahead = max(0, len(ids) - self.model.prediction.tail) if isinstance(self.model, Predicted) else None
         resolved = {"max_tokens": params.max_tokens or room}
         with self._numbering:
@@ -426,10 +422,7 @@ class LLM:
             return
         engine = self.engine
         if engine.groups:
-            raise UsageError(
-                "this LLM is still running another call's requests: finish that call first, or use "
-                "llm.replace(), a second engine on the same weights"
-            )
+            raise UsageError("another call of this LLM is running: finish it, or use llm.replace()")
         engine.count_anew()
         try:
             for request in requests:

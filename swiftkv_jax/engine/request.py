@@ -351,8 +351,5 @@ def is_one(prompts) -> bool:
 
 def _need(tokenizer, where: str):
     if tokenizer is None:
-        raise UsageError(
-            f"{where} is text, but the model has no tokenizer: give token ids, or put tokenizer.json in "
-            "its folder"
-        )
+        raise UsageError(f"{where} is text, and the model has no tokenizer.json: give token ids")
     return tokenizer

@@ -36,9 +36,7 @@ def prompt_logprobs(
     only predicted, so there may be one token more than the context holds.
     """
     if len(ids) > limit + 1:
-        raise UsageError(
-            f"{len(ids)} tokens are too many to score: at most {limit + 1}, the context and one more"
-        )
+        raise UsageError(f"{len(ids)} tokens are too many to score: at most {limit + 1}, the context and 1")
     size = _size(len(ids) - 1, limit)
     tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
     tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]

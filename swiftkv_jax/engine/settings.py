@@ -167,9 +167,7 @@ class Settings(Checked):
     def __post_init__(self):
         super().__post_init__()
         if self.batch_invariant and (self.drafts or self.exit_threshold is not None):
-            raise UsageError(
-                "batch_invariant takes no draft tokens: leave drafts at 0, and exit_threshold out"
-            )
+            raise UsageError("batch_invariant takes no draft tokens: leave drafts and exit_threshold out")
 
     @property
     def pages_per_sequence(self) -> int:
@@ -246,10 +244,7 @@ def check_fill(
     own = set() if kernels in (AUTO, SAFE) else named(kernels)[1]
     auxiliary = transformers(model)[1:]
     if (fill is not None or "fill" in own) and any(part.plan.has_fill for part in auxiliary):
-        raise UsageError(
-            f"fill {fill or kernels!r} cannot make the auxiliary's upper rows, which are read before their "
-            "norm and rotation: name no fill"
-        )
+        raise UsageError(f"fill {fill or kernels!r} cannot make the auxiliary's upper rows: name no fill")
 
 
 def of_auxiliary(settings: Settings) -> Settings:
@@ -297,11 +292,8 @@ def resolve(
         if len({device.process_index for device in devices}) > 1:
             pages = least_of_all(pages)
     if pages < least:
-        raise UsageError(
-            f"{pages} pages of {settings.page_size} tokens cannot hold one sequence of max_model_len "
-            f"{settings.max_model_len}: {least} are needed; raise num_pages or memory_fraction, or lower "
-            "max_model_len"
-        )
+        need = f"max_model_len {settings.max_model_len} needs {least} pages, and there are {pages}"
+        raise UsageError(f"{need}: raise num_pages or memory_fraction, or lower max_model_len")
     return dataclasses.replace(settings, num_pages=pages)
 
 
@@ -310,14 +302,10 @@ def _check_model(settings: Settings, model: Transformer, auxiliary: bool, device
     config, plan, scoring, fill = model.config, model.plan, settings.scoring, settings.fill
     exits = "drafter 'exit'" if settings.drafter == "exit" else f"exit_threshold {settings.exit_threshold}"
     refusals = (
-        (
-            settings.drafter == "exit" and not settings.drafts,
-            "drafter 'exit' needs drafts of 1 or more, not 0",
-        ),
+        (settings.drafter == "exit" and not settings.drafts, "drafter 'exit' needs drafts of 1 or more"),
         (
             settings.exits and not config.exit_head,
-            f"{exits} needs an exit head, and this model has none; train one with train.py --set "
-            "loss.exit_weight=1.0",
+            f"{exits} needs an exit head: train one with train.py --set loss.exit_weight=1.0",
         ),
         (
             settings.max_source_len is not None and config.encoder is None,
@@ -381,10 +369,8 @@ def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:
         ours = min(1.0, fraction / share_of(device)) * stats["bytes_limit"]
         return ours - stats.get("bytes_in_use", 0) - working()
     if device.platform != "cpu":  # as with XLA_PYTHON_CLIENT_ALLOCATOR=platform
-        raise UsageError(
-            f"this {device.platform} does not say how much memory it has, so that the cache cannot be sized "
-            "by it: give num_pages (--num-pages), or unset XLA_PYTHON_CLIENT_ALLOCATOR"
-        )
+        advice = "give num_pages (--num-pages), or unset XLA_PYTHON_CLIENT_ALLOCATOR"
+        raise UsageError(f"this {device.platform} does not say how much memory it has: {advice}")
     return fraction / 2 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -102,10 +102,8 @@ def settings(llm) -> AudioSettings:
     else:
         how = dataclasses.replace(plain, mels=within.mels, seconds=max(1, frames * plain.hop // plain.rate))
     if (how.frames, how.mels) != (frames, within.mels):
-        raise UsageError(
-            f"the model takes {frames} frames of {within.mels} numbers, and its preprocessor_config.json "
-            f"makes {how.frames} of {how.mels}"
-        )
+        wanted, made = f"{frames} frames of {within.mels} numbers", f"{how.frames} of {how.mels}"
+        raise UsageError(f"the model takes {wanted}, and its preprocessor_config.json makes {made}")
     return how
 
 
@@ -135,9 +133,7 @@ def language_code(named: str, languages: Iterable[str], where: str = "language")
     known, low = list(languages), str(named).lower().strip("<|>")
     code = low if low in known else TO_LANGUAGE_CODE.get(low, low)
     if code not in known:
-        raise UsageError(
-            f"{where} {named!r} is unknown; this model supports {', '.join(known)}{suggest(low, known)}"
-        )
+        raise UsageError(f"{where} {named!r} is not one of {', '.join(known)}{suggest(low, known)}")
     return code
 
 

@@ -165,9 +165,7 @@ def for_encoder(llm, prompt, ids: list[int], where: str) -> tuple[list[int], dic
     """Return (the decoder's prompt, fields of `Request`) for a prompt whose `ids` an encoder reads."""
     longest = source_len(llm.model.config, llm.settings)
     if len(ids) > longest:
-        raise UsageError(
-            f"{where} has {len(ids)} tokens, and the encoder reads {longest}: cut it, or raise max_source_len"
-        )
+        raise UsageError(f"{where} has {len(ids)} tokens: cut it, or raise max_source_len {longest}")
     given = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
     if isinstance(given, str):
         given = {"prompt": given, "add_special_tokens": False}
@@ -211,8 +209,8 @@ def room_for(llm, ids: Sequence[int], params: SamplingParams, where: str) -> int
     if room < 1:
         raise UsageError(f"{where} has {len(ids)} tokens; a context of {limit} leaves no room to generate")
     if params.max_tokens is not None and params.max_tokens > room:
-        raise UsageError(
-            f"{where} has {len(ids)} tokens; max_tokens {params.max_tokens} would pass the context of "
-            f"{limit}: lower max_tokens to {room}, or give None to fill the context"
+        over = (
+            f"{where} has {len(ids)} tokens; max_tokens {params.max_tokens} would pass the context of {limit}"
         )
+        raise UsageError(f"{over}: lower max_tokens to {room}, or give None to fill the context")
     return room

@@ -92,9 +92,7 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
 def address(text: str) -> tuple[str, int]:
     """Host and port of HOST:PORT, HOST, :PORT or PORT; IPv6 hosts stand in brackets."""
     if "/" in text:
-        raise UsageError(
-            f"--http takes HOST:PORT, not {text!r}; a model comes first: swiftkv serve MODEL --http"
-        )
+        raise UsageError(f"--http takes HOST:PORT, not {text!r}; a model: swiftkv serve MODEL --http")
     host, colon, port = text.rpartition(":")
     if not colon and text.isdecimal():
         host, port = "", text
@@ -124,10 +122,8 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
         raise UsageError("--metrics-key-file must hold one key, and none of the API keys")
     host = address(args.http)[0]
     if not is_loopback(host) and not keys and not args.insecure:
-        raise UsageError(
-            f"{host} can be reached by others and no key is set: pass --api-key KEY or --api-key-file FILE, "
-            "listen on 127.0.0.1, or pass --insecure"
-        )
+        advice = "pass --api-key KEY or --api-key-file FILE, listen on 127.0.0.1, or pass --insecure"
+        raise UsageError(f"{host} can be reached by others and no key is set: {advice}")
     given = {flag: getattr(args, flag.replace("-", "_")) for flag in (*_LIMITS, *_QUEUES)}
     for flag, value in given.items():
         if isinstance(value, int | float):

@@ -103,9 +103,7 @@ def make_jobs(
         shown = [f"line {number}: {problem}" for number, problem in sorted(problems.items())[:_SHOWN]]
         rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         count = f"{len(problems)} bad line{'s' * (len(problems) > 1)}"
-        raise UsageError(
-            f"{count} in the input ({'; '.join(shown)}{rest}); fix them, or pass --skip-bad-lines"
-        )
+        raise UsageError(f"{count} in the input ({'; '.join(shown)}{rest}); fix them, or --skip-bad-lines")
     for number, problem in problems.items():
         warn(f"skipped line {number}: {problem}")
     if ignored:
@@ -274,11 +272,8 @@ class Output:
             finished = _finished(path, whole)
             for job in jobs:
                 if finished.get(job.index, job.key) != job.key:
-                    raise UsageError(
-                        f"{path} has an answer of another prompt, model or sampling setting at index "
-                        f"{job.index}; resume with the input and flags of the first run, or choose another "
-                        "--output"
-                    )
+                    other = f"{path} has an answer of another prompt, model or sampling at index {job.index}"
+                    raise UsageError(f"{other}: give the first run's input and flags, or another --output")
             self.left = [job for job in jobs if job.index not in finished]
             self._file = open(path, "r+" if earlier else "w", encoding="utf-8")  # noqa: SIM115 (see `close`)
             self._file.truncate(len(whole))
@@ -335,7 +330,5 @@ def _finished(path: str, content: bytes) -> dict[int, str]:
             row = json.loads(line)
             out[row["index"]] = row["key"]
         except (ValueError, TypeError, KeyError):
-            raise UsageError(
-                f"{path}, line {number}, is not an output of this command; choose another --output"
-            ) from None
+            raise UsageError(f"{path}, line {number}, is no output of this command: give another") from None
     return out

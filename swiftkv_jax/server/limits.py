@@ -115,9 +115,8 @@ class Limits:
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in headers)
         if len(headers) > limits.max_headers or size > limits.max_header_bytes:
-            raise ApiError(
-                431, f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
-            )
+            most = f"{limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
+            raise ApiError(431, f"more than {most}")
         fields = dict(headers)
         authorization = fields.get(b"authorization", b"")
         if scope["path"] == METRICS:

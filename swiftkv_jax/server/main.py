@@ -248,11 +248,9 @@ def _agree(args: argparse.Namespace) -> None:
     args.quiet |= not processes.is_first()
     count, devices = jax.process_count(), jax.device_count()
     if count > 1 and not args.mesh and (args.tensor_parallel_size or 1) < devices:
-        raise UsageError(
-            f"{count} processes have {devices} devices, and the model would lie on "
-            f"{args.tensor_parallel_size or 1}: give --tensor-parallel-size {devices} or --mesh, or "
-            "--no-distributed for a server of its own in each"
-        )
+        used = f"{args.tensor_parallel_size or 1} of the {devices} devices of {count} processes"
+        advice = f"--tensor-parallel-size {devices} or --mesh, or --no-distributed for a server in each"
+        raise UsageError(f"the model would lie on {used}: give {advice}")
     if count > 1 and args.compare:
         raise UsageError("--compare serves two models in one process; leave it out, or give --no-distributed")
 
@@ -314,10 +312,8 @@ def _choose(args: argparse.Namespace, model: str | None = None):
     if args.mesh:
         given["tensor_parallel_size"] = mesh_axes(args.mesh).get("tensor", 1)
         if given["tensor_parallel_size"] < 1:
-            raise UsageError(
-                f"--mesh {args.mesh}: give tensor a number of devices; kernels are chosen for each one's "
-                "share of the heads, before JAX counts the devices"
-            )
+            why = "kernels are chosen for each one's share of the heads, before JAX counts the devices"
+            raise UsageError(f"--mesh {args.mesh}: give tensor a number of devices; {why}")
     given["slim"], given["base"] = model is not None or args.slim == "on", None if model else args.base
     return choose_kernels(model or args.model or _DEMO, args.dtype, **given)
 

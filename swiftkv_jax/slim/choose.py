@@ -35,10 +35,9 @@ def check(choices: Sequence[Choice], bound: float, name: Callable[[int], str]) -
     taken = [choice.measured for choice in choices if choice.measured]
     for worst in sorted(taken, key=lambda m: m.kl)[-1:]:
         if not worst.kl <= bound:
-            raise UsageError(
-                f"{name(worst.candidate.row)}, stored as {worst.candidate.form!r}, costs KL {worst.kl:.1e}, "
-                f"over the bound of {bound:.1e}: use --forms auto, or raise --max-kl"
-            )
+            row = f"{name(worst.candidate.row)}, stored as {worst.candidate.form!r}"
+            cost = f"costs KL {worst.kl:.1e}, over the bound of {bound:.1e}"
+            raise UsageError(f"{row}, {cost}: use --forms auto, or raise --max-kl")
 
 
 def under(

@@ -236,10 +236,8 @@ class Tokenizer:
         text, spans = self._rendered(messages, date, **options)
         number = lost(messages, text, lambda changed: self._rendered(changed, date, **options)[0])
         if number is not None:
-            raise UsageError(
-                f"the chat template of {self.name} leaves out message {number}, whose role is "
-                f"{messages[number]['role']!r:.80}"
-            )
+            role = messages[number]["role"]
+            raise UsageError(f"the chat template of {self.name} leaves out message {number}, of {role!r:.80}")
         return messages, text, spans
 
     def _turn(self, text: str, messages, index: int, date) -> tuple[int, int] | None:
@@ -309,10 +307,8 @@ class Tokenizer:
 
     def _checked(self, ids: list[int]) -> list[int]:
         if self._two_bos(ids):
-            raise UsageError(
-                f"this chat begins with two BOS tokens under the template of {self.name}: "
-                f"take {self.named['bos_token']!r} out of the first message"
-            )
+            advice = f"take {self.named['bos_token']!r} out of the first message"
+            raise UsageError(f"a chat has two BOS tokens under the template of {self.name}: {advice}")
         return ids
 
 

@@ -132,10 +132,8 @@ def _by_merges(folder: Path, config: Mapping) -> Tokenizer:
     """GPT-2's vocab.json and merges.txt as a tokenizer; its class says how texts are split."""
     pre = _BY_MERGES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
     if pre is None or not (_there(folder / _VOCABULARY) and _there(folder / _MERGES)):
-        raise UsageError(
-            f"{folder} has no {_JSON}; with sentencepiece installed, transformers writes it: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
+        advice = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it with sentencepiece"
+        raise UsageError(f"{folder} has no {_JSON}: transformers' {advice}")
     lines = bounded(folder / _MERGES).read_text(encoding="utf-8").split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
     around = (

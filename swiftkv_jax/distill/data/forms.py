@@ -139,10 +139,7 @@ def check_columns(columns: Sequence[str]) -> None:
     for part in columns:
         ours, equals, theirs = part.partition("=")
         if not equals or not theirs or ours not in known:
-            raise UsageError(
-                f"columns are written ours=theirs, with one of {', '.join(sorted(known))} for ours, "
-                f"not {part!r}"
-            )
+            raise UsageError(f"columns are ours=theirs, ours of {', '.join(sorted(known))}, not {part!r}")
 
 
 def parse_row(row, id_column: str = "id", columns: Sequence[str] = ()) -> Document:

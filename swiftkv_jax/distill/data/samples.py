@@ -82,16 +82,11 @@ class DataConfig(Checked):
         if self.chats == "plain" and self.mask == "assistant":
             raise UsageError('data.mask="assistant" needs data.chats="template": change one of them')
         if self.weights and len(self.weights) != len(self.sources):
-            raise UsageError(
-                f"data.weights {self.weights} are not one for each of {len(self.sources)} sources"
-            )
+            raise UsageError(f"data.weights {self.weights}: give one for each of {len(self.sources)} sources")
         for length in self.piece_lengths:
             integer("data.piece_lengths", length, 2, self.seq_len)
         if self.piece_lengths and self.long_documents in ("drop", "truncate"):
-            raise UsageError(
-                f"data.piece_lengths cut long documents, data.long_documents={self.long_documents!r} does "
-                'not: use "split" or "fill"'
-            )
+            raise UsageError(f"data.piece_lengths need long_documents split or fill: {self.long_documents}")
         if self.fuse_positions and not self.pack:
             raise UsageError("data.fuse_positions needs data.pack=True: one sample has nothing to fuse")
 
@@ -119,10 +114,9 @@ class Samples(Sequence):
             chosen = (split_of(name) == config.split for name in self.documents.ids())
             indices = np.flatnonzero(np.fromiter(chosen, bool, len(self.documents)))
         if not len(indices):
-            raise UsageError(
-                f'split "{config.split}" of {", ".join(config.sources)} is empty: of {len(self.documents)} '
-                'documents about 1 in 20 is held out, 1 in 40 for tuning; split="all" uses every one'
-            )
+            share = '1 in 20 is held out, 1 in 40 for tuning; split="all" uses every one'
+            here = f"of {len(self.documents)} in {', '.join(config.sources)}"
+            raise UsageError(f'split "{config.split}" has no document {here}: about {share}')
         self.indices = indices[: config.limit]
         ends = np.searchsorted(self.indices, self.documents.ends) if config.weights else ()
         self.sizes = tuple(int(size) for size in np.diff(ends))  # samples of each source, where they count
@@ -167,9 +161,8 @@ class Samples(Sequence):
         except UsageError as error:  # of the chat template or the tokenizer
             why = f"{document.place or document.id}: {error}"
             if not self.config.skip_bad_lines:
-                raise UsageError(
-                    f"{why}. Fix it, or let swiftkv train or distil skip it: --set data.skip_bad_lines=True"
-                ) from error
+                advice = "Fix it, or let swiftkv train or distil skip it: --set data.skip_bad_lines=True"
+                raise UsageError(f"{why}. {advice}") from error
             self.skipped[index], ids, learn = why, [], []
         sample = Sample(document.id, np.asarray(ids, np.int32), np.asarray(learn, bool))
         if len(sample) <= self.config.seq_len or self.config.long_documents in ("split", "fill"):

@@ -181,9 +181,7 @@ def open_documents(
                 if isinstance(stored, StoredDocuments):
                     stored.path.unlink(missing_ok=True)
             have = ", ".join(list(seen)[:_SHOWN])
-            raise UsageError(
-                f"no row has the column {theirs!r} of columns {part!r}; the rows have {have[:300]}"
-            )
+            raise UsageError(f"no row has the column {theirs!r} of columns {part!r}; they have {have[:300]}")
     if bad and not skip_bad_lines:
         shown = _SHOWN
         advice = "Fix them, or let swiftkv train or distil skip them: --set data.skip_bad_lines=True"
@@ -299,10 +297,8 @@ def _open_hub(
         raise UsageError(f"cannot load {source} (split {split}): {first_line(error)}") from error
     _see(dict.fromkeys(have), columns, seen)
     if form_of(list(renamed(dict.fromkeys(have, ""), columns, id_column))) is None:
-        raise UsageError(
-            f"{source} has no columns of a known form ({KNOWN}); its columns are {', '.join(have)}: "
-            "name them by --columns text=body (columns= in a config)"
-        )
+        advice = "name them by --columns text=body (columns= in a config)"
+        raise UsageError(f"{source} has the columns {', '.join(have)}, and none of {KNOWN}: {advice}")
     if stream_rows is not None:
         taken = HubDocuments(source, [], id_column, skip_bad_rows, columns)
         first = itertools.islice(rows, stream_rows)
