@@ -138,7 +138,9 @@ def _read(audio, where: str) -> Sound:
         channels = 1 if samples.ndim == 1 else samples.shape[1]
         mono = samples if samples.ndim == 1 or not samples.size else _mixed(samples)
         return Sound(samples=mono.reshape(-1), rate=rate, channels=channels)
-    raise UsageError(f"{where} must be a wav file, its bytes, or (samples, rate), not {type(audio).__name__}")
+    raise UsageError(
+        f"{where} must be a wav file's path, bytes, or (samples, rate), not {type(audio).__name__}"
+    )
 
 
 def _mixed(samples: Float[np.ndarray, "n channels"]) -> Float[np.ndarray, " n"]:
@@ -152,7 +154,9 @@ def _array(samples, where: str) -> np.ndarray:
     samples = np.asarray(samples)
     if samples.ndim not in (1, 2) or samples.dtype.kind not in "iuf":
         shape = list(samples.shape)
-        raise UsageError(f"{where}: samples are numbers [n] or [n, channels], not {samples.dtype} {shape}")
+        raise UsageError(
+            f"{where}: samples must be numbers [n] or [n, channels], not {samples.dtype} {shape}"
+        )
     if samples.dtype.kind == "f":
         return samples.astype(np.float32)
     info = np.iinfo(samples.dtype)
@@ -183,8 +187,10 @@ def _wav(data: bytes, where: str) -> Sound:
         (kind,) = struct.unpack("<H", head[24:26])
     width = bits // 8
     if not channels or block != channels * width or (kind, bits) not in _READERS:
-        known = "PCM of 8 to 32 bits, floats of 32 or 64, A-law and mu-law are read"
-        raise UsageError(f"{where} is a wav file of format {kind}, {channels} x {bits} bits: {known}")
+        known = "PCM of 8 to 32, floats, A-law and mu-law are read"
+        raise UsageError(
+            f"{where} is a wav file of format {kind}, {channels} channels of {bits} bits, and {known}"
+        )
     body, reader = parts[b"data"], _READERS[kind, bits]
     samples = np.empty(len(body) // block, np.float32)
     together = max(1, _MIXED_TOGETHER // channels)

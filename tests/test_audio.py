@@ -209,7 +209,7 @@ BAD = {
     "not a wav file": b"ID3\x04mp3",
     "without a format or without data": b"RIFF\0\0\0\0WAVEjunk\0\0\0\0",
     "is empty: 0 s": wav(np.zeros(0), 16_000),
-    "must be the path of a wav file": 5,
+    "must be a wav file's path": 5,
     "No such file": "/nowhere/a.wav",
     "samples must be numbers": (np.array(["a"]), 16_000),
     "rate of 7": (np.zeros(9), 7),

@@ -196,8 +196,8 @@ HALF = ["--keep", "0,2"]
         (["--auxiliary", "{home}/stranger"], "have different tokenizers"),
         (["--auxiliary", "{home}/wide", "--init", "identity"], "use least_squares"),
         (["--auxiliary", "{home}/nowhere"], "no such folder: "),
-        (["--auxiliary", "{home}/adapter"], "adapter and holds no model of its own: give"),
-        ([*HALF, "", "{home}/adapter"], "adapter and holds no model of its own: give"),
+        (["--auxiliary", "{home}/adapter"], "adapter is an adapter: give"),
+        ([*HALF, "", "{home}/adapter"], "adapter is an adapter: give"),
         ([*HALF, "--text", "{home}/few.jsonl"], "few.jsonl is too short: give a text"),
     ],
 )

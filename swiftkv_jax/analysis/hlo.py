@@ -118,26 +118,24 @@ def _read(program, fused: dict[str, _Instruction], index: int, operand: _Instruc
     if operand is None:
         return 0.0
     whole = _size(operand.type)
-    mine = [x for x in fused.values() if x.opcode == "parameter" and x.rest.startswith(f"{index})")]
-    if not whole or not mine:
+    return min(whole, _used(program, fused, index, whole))
+
+
+def _used(program, fused: dict[str, _Instruction], index: int, whole: float, name: str = "") -> float:
+    """Bytes that a fusion uses of its parameter number `index`, or of `name`, which is made of that."""
+    mine = (x.name for x in fused.values() if x.opcode == "parameter" and x.rest.startswith(f"{index})"))
+    if not (name := name or next(mine, "")):
         return whole
-    return min(whole, _used(program, fused, mine[0].name, whole))
-
-
-def _used(program, fused: dict[str, _Instruction], name: str, whole: float) -> float:
     read = 0.0
     for user in (x for x in fused.values() if name in x.operands):
         if user.opcode == "bitcast":
-            read += _used(program, fused, user.name, whole)
+            read += _used(program, fused, index, whole, user.name)
         elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
             read += _size(user.type, everywhere=True)
         elif user.opcode == "fusion":
             inner = program[user.called[0]]
             for place in (i for i, operand in enumerate(user.operands) if operand == name):
-                mine = [
-                    x for x in inner.values() if x.opcode == "parameter" and x.rest.startswith(f"{place})")
-                ]
-                read += _used(program, inner, mine[0].name, whole) if mine else whole
+                read += _used(program, inner, place, whole)
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
             return whole
     return read

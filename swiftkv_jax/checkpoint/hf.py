@@ -85,7 +85,7 @@ def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Ma
     """The model that a folder's config.json describes, and the file's fields; slim=False: rows of keys and
     values."""
     if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
-        raise UsageError(f"{folder} is an adapter, without a model: give its base, or {folder / AUXILIARY}")
+        raise UsageError(f"{folder} is an adapter: give its base's folder, or {folder / AUXILIARY}")
     raw = read_config_json(folder)
     config = ModelConfig.from_hf(raw)
     if said_dtype(raw) is None and ((folder / SINGLE).exists() or (folder / INDEX).exists()):

@@ -20,8 +20,7 @@ from typing import Any
 import jax
 
 from swiftkv_jax.checkpoint.hf import local_folder, read_model
-from swiftkv_jax.cli.splits import SHARE
-from swiftkv_jax.cli.untrained import ROWS, apart, costs, opened
+from swiftkv_jax.cli.untrained import ROWS, SHARE, apart, costs, opened
 from swiftkv_jax.common.bucket import Home, Place, path_or_url
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained

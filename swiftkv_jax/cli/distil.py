@@ -8,11 +8,12 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.cli import splits
+from swiftkv_jax.cli import untrained
 from swiftkv_jax.cli.convert import serving
 from swiftkv_jax.cli.plan import config_of
 from swiftkv_jax.cli.teacher_chats import sources_with_chats
@@ -41,8 +42,7 @@ _LONG = 2048  # a context length that every student is evaluated at, if its mode
 _READ = ("data.sources=", "data.columns=")  # settings that only hold for what --data names
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """The machine that settings depend on: JAX's platform ("cpu", "gpu" or "tpu"), and the number of
     devices."""
 
@@ -72,7 +72,7 @@ def parser() -> Parser:
     p.flag("--columns OURS=THEIRS", about, **several)
     about = "number of layers that prompt tokens run; auto (the default) fits students and compares them"
     p.flag("--split N", about, default=AUTO)
-    p.flag("--share S", splits.SHARE, type=int, default=1)
+    p.flag("--share S", untrained.SHARE, type=int, default=1)
     about = "folder of the run, here or gs://BUCKET/PATH (default: runs/<the model's name>)"
     p.flag("--out DIR", about, type=path_or_url)
     p.flag("--length N", "tokens per row (default: 4096, on CPUs 512)", type=int)
@@ -150,10 +150,10 @@ def _run(args: argparse.Namespace) -> int:
         layers = config.num_layers
         with opened(on_tokens(folder, data, held_out, 16_384), tokenizer, show) as trial:
             show("choosing a split: evaluating a least-squares student of each candidate")
-            later = [split for split in splits.candidates(layers) if 2 * split >= layers]
+            later = [split for split in untrained.split_candidates(layers) if 2 * split >= layers]
             kl = {split: cost["kl"] for split, cost in trial.by_split(later, show).items()}
-        split = splits.chosen(kl, layers)
-        rule = f"the earliest from half depth on with a KL of at most {splits.MOST_KL}, or the best"
+        split = untrained.chosen_split(kl, layers)
+        rule = f"the earliest from half depth on with a KL of at most {untrained.MOST_KL}, or the best"
         show(f"split {split}: {rule}")
     result = train(experiment(data, held_out, split, steps), home, args.resume, chosen=chosen)
     if result.signal:

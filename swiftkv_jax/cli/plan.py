@@ -13,7 +13,7 @@ import numpy as np
 from swiftkv_jax.analysis.flops import CHIPS, Chip, cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.analysis.similarity import layer_similarity, suggested_split
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.cli import splits
+from swiftkv_jax.cli import untrained
 from swiftkv_jax.cli.convert import check_standard
 from swiftkv_jax.common.bucket import is_bucket
 from swiftkv_jax.common.checks import integer
@@ -45,7 +45,7 @@ def parser() -> Parser:
     )
     p.flag("MODEL", "a folder, a GGUF file, a config.json or a hub id")
     p.flag("--split N", "show this split only; may be repeated", action="append", type=int)
-    about = f"{splits.SHARE}; may be repeated (default: 1, 2 and 4)"
+    about = f"{untrained.SHARE}; may be repeated (default: 1, 2 and 4)"
     p.flag("--share S", about, action="append", type=int)
     p.flag("--context N", f"prompt length in tokens (default: {CONTEXT}, or the model's context)", type=int)
     about = "also measure on this text how similar layers are, and each split's quality before training"
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> None:
     layers = config.num_layers
     context = min(CONTEXT, config.max_position_embeddings) if args.context is None else args.context
     integer("--context", context, 1, config.longest_context)
-    chosen, shares = args.split or splits.candidates(layers), args.share or SHARES
+    chosen, shares = args.split or untrained.split_candidates(layers), args.share or SHARES
     for split in chosen:
         integer("--split", split, 1, layers - 1)
     for share in shares:
@@ -204,8 +204,6 @@ def size(count: int) -> str:
 
 def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say = show) -> None:
     """Print layer similarity on a text, and the cost of each split there before training."""
-    from swiftkv_jax.cli.untrained import apart, on_tokens, opened
-
     integer("--max-tokens", max_tokens, 256)
     say("")
     with tempfile.TemporaryDirectory(prefix="swiftkv-plan-") as scratch:
@@ -213,12 +211,12 @@ def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say =
             folder = local_folder(name)
             tokenizer = load_tokenizer(folder)
             check_vocabulary(tokenizer, ModelConfig.from_hf(folder))
-            parts = apart(
+            parts = untrained.apart(
                 DataConfig(sources=(text,), seq_len=CONTEXT, batch_size=1, long_documents="fill"),
                 Path(scratch),
             )
-            experiment = on_tokens(folder, *parts, max_tokens)
-        with opened(experiment, tokenizer, say) as trial:
+            experiment = untrained.on_tokens(folder, *parts, max_tokens)
+        with untrained.opened(experiment, tokenizer, say) as trial:
             batches = [(np.asarray(b.tokens), np.asarray(b.segments)) for b in trial.held_out]
             tokens = np.concatenate([ids[segments > 0] for ids, segments in batches])
             with working(say, f"comparing the layers' inputs on {len(tokens):,} tokens"):
@@ -232,4 +230,5 @@ def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say =
             figures = trial.by_split(chosen, say)
     kl = {split: cost["kl"] for split, cost in figures.items()}
     if any(2 * split >= len(scores) for split in chosen):
-        say(f"of these splits, swiftkv distil --split auto would choose {splits.chosen(kl, len(scores))}")
+        best = untrained.chosen_split(kl, len(scores))
+        say(f"of these splits, swiftkv distil --split auto would choose {best}")

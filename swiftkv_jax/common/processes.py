@@ -92,8 +92,9 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
             advice = "Set JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or give --no-distributed"
             raise UsageError(f"JAX_COORDINATOR_ADDRESS is set, but {error} {advice}") from None
         if (many or 1) > 1:  # only Open MPI 4 says where process 0 is
-            advice = "set JAX_COORDINATOR_ADDRESS to process 0's HOST:PORT, or give --no-distributed"
-            raise UsageError(f"JAX does not find the {many} processes of mpirun: {advice}") from None
+            missing = f"mpirun started {many} processes, but JAX does not find process 0"
+            advice = "set JAX_COORDINATOR_ADDRESS to its HOST:PORT, or give --no-distributed"
+            raise UsageError(f"{missing}: {advice}") from None
         if wanted:
             names = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
             advice = f"use SLURM, Open MPI or a Kubernetes JobSet, or set {names}"

@@ -27,20 +27,6 @@ from swiftkv_jax.distill.kernels import candidates
 from swiftkv_jax.kernels.causal_attention import stand_in
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 
-# Chip -> (the compiler's platform, JAX's device kind: the key of the table in analysis/flops.py).
-CHIPS = {
-    "v4": ("tpu", "TPU v4"),
-    "v5p": ("tpu", "TPU v5"),
-    "v5e": ("tpu", "TPU v5 lite"),
-    "v6e": ("tpu", "TPU v6 lite"),
-    "t4": ("cuda", "Tesla T4"),
-    "a100": ("cuda", "NVIDIA A100-SXM4-80GB"),
-    "l4": ("cuda", "NVIDIA L4"),
-    "h100": ("cuda", "NVIDIA H100 80GB HBM3"),
-    "h200": ("cuda", "NVIDIA H200"),
-    "b200": ("cuda", "NVIDIA B200"),
-}
-
 
 class _Gpu(NamedTuple):
     """A GPU: its compute capability; its multiprocessors, and the float32 units, threads and bytes of shared
@@ -57,13 +43,18 @@ class _Gpu(NamedTuple):
 
 
 _HOPPER = _Gpu((9, 0), 132, 128, 2048, 233472, 232448, 52428800, 1.98)
-_GPUS = {
-    "t4": _Gpu((7, 5), 40, 64, 1024, 65536, 65536, 4194304, 1.59),
-    "a100": _Gpu((8, 0), 108, 64, 2048, 167936, 166912, 41943040, 1.41),
-    "l4": _Gpu((8, 9), 58, 128, 1536, 102400, 101376, 50331648, 2.04),
-    "h100": _HOPPER,
-    "h200": _HOPPER,
-    "b200": _Gpu((10, 0), 148, 128, 2048, 233472, 232448, 132644864, 1.965),
+# Chip -> (JAX's device kind: the key of the table in analysis/flops.py; what describes a GPU).
+CHIPS = {
+    "v4": ("TPU v4", None),
+    "v5p": ("TPU v5", None),
+    "v5e": ("TPU v5 lite", None),
+    "v6e": ("TPU v6 lite", None),
+    "t4": ("Tesla T4", _Gpu((7, 5), 40, 64, 1024, 65536, 65536, 4194304, 1.59)),
+    "a100": ("NVIDIA A100-SXM4-80GB", _Gpu((8, 0), 108, 64, 2048, 167936, 166912, 41943040, 1.41)),
+    "l4": ("NVIDIA L4", _Gpu((8, 9), 58, 128, 1536, 102400, 101376, 50331648, 2.04)),
+    "h100": ("NVIDIA H100 80GB HBM3", _HOPPER),
+    "h200": ("NVIDIA H200", _HOPPER),
+    "b200": ("NVIDIA B200", _Gpu((10, 0), 148, 128, 2048, 233472, 232448, 132644864, 1.965)),
 }
 _TARGET = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -90,15 +81,15 @@ def topology(text: str):
     if chip not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         known = f"{', '.join(CHIPS)}{suggest(chip, CHIPS)}"
         raise UsageError(f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {known}")
-    platform, kind = CHIPS[chip]
-    if platform == "tpu":
+    kind, gpu = CHIPS[chip]
+    if gpu is None:
         # Both TensorCores of a v4 chip are one device, as JAX has them there.
         target = {"topology_name": text} | ({"chip_config_name": "megacore"} if chip == "v4" else {})
     else:
-        description = _TARGET.format(name=kind, gpu=_GPUS[chip], chip=flops.CHIPS[kind])
+        description = _TARGET.format(name=kind, gpu=gpu, chip=flops.CHIPS[kind])
         target = {"topology_name": chip.upper(), "topology": shape, "target_config": description}
     try:
-        return kind, topologies.get_topology_desc(platform=platform, **target).devices
+        return kind, topologies.get_topology_desc(platform="cuda" if gpu else "tpu", **target).devices
     except Exception as error:  # compilers raise many types; to the user they all mean: not available
         advice = "pip install 'swiftkv-jax[aot]' brings the compilers"
         raise UsageError(f"cannot describe {text}: {first_line(error, 200)} ({advice})") from None

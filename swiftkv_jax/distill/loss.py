@@ -97,22 +97,14 @@ def _with_slope(total: Float[Array, ""], slope: PyTree, point: PyTree) -> Float[
     return total + moved - jax.lax.stop_gradient(moved)
 
 
-def cross_entropy_sum(head: Head, h, targets, mask, chunk: int) -> Float[Array, ""]:
-    """Sum over unmasked tokens of the cross-entropy of `targets`, in float32."""
-
-    def per_chunk(h, targets, mask):
-        return jnp.sum(cross_entropy(head(h), targets) * mask), ()
-
-    return over_chunks(per_chunk, chunk, h, targets, mask)[0]
-
-
-def cross_entropy_and_z_sum(head: Head, h, targets, mask, chunk: int) -> tuple[Array, Array]:
-    """(`cross_entropy_sum`, the sum of the squares of the logits' log-sum-exp): z-loss (PaLM, section 5)."""
+def cross_entropy_sums(head: Head, h, targets, mask, chunk: int, z: bool = False) -> list[Array]:
+    """Sums over unmasked tokens, in float32: of the cross-entropy of `targets`, and with `z` of the square of
+    the logits' log-sum-exp, for z-loss (PaLM, section 5)."""
 
     def per_chunk(h, targets, mask):
         logits = head(h)
-        z = jax.nn.logsumexp(logits, axis=-1) ** 2
-        return (jnp.sum(cross_entropy(logits, targets) * mask), jnp.sum(z * mask)), ()
+        sums = [cross_entropy(logits, targets)] + ([jax.nn.logsumexp(logits, axis=-1) ** 2] if z else [])
+        return [jnp.sum(each * mask) for each in sums], ()
 
     return over_chunks(per_chunk, chunk, h, targets, mask)[0]
 

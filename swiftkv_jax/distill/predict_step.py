@@ -100,13 +100,9 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
         if not weight:
             continue
         to_logits, h = whole_head(*owner), final(*owner, stream)
-        if config.z_loss:
-            entropy, z = losses.cross_entropy_and_z_sum(to_logits, h, batch.targets, batch.mask, chunk)
-            terms[name] = weight, entropy / counted
-            terms[f"{name}_z"] = weight * config.z_loss, z / counted
-        else:
-            entropy = losses.cross_entropy_sum(to_logits, h, batch.targets, batch.mask, chunk)
-            terms[name] = weight, entropy / counted
+        weights = {name: weight} | ({f"{name}_z": weight * config.z_loss} if config.z_loss else {})
+        sums = losses.cross_entropy_sums(to_logits, h, batch.targets, batch.mask, chunk, len(weights) > 1)
+        terms |= {term: (weights[term], x / counted) for term, x in zip(weights, sums, strict=True)}
     if config.kl_weight:
         to_logits = whole_head(*base)
         streams = final(*base, x), final(*base, base_pass.x)

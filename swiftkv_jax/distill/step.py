@@ -297,7 +297,8 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     if config.hidden_weight:
         parts["hidden"] = losses.hidden_sum(last, teacher[1], (batch.segments > 0).astype(jnp.float32)) / real
     if config.lm_weight:
-        parts["lm"] = losses.cross_entropy_sum(to_logits, h, batch.targets, batch.mask, chunk) / counted
+        (entropy,) = losses.cross_entropy_sums(to_logits, h, batch.targets, batch.mask, chunk)
+        parts["lm"] = entropy / counted
     if config.exit_weight:
 
         def early(kernels, x):

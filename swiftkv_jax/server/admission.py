@@ -151,24 +151,6 @@ class Admission:
         return ticket
 
 
-class Readers:
-    """Tokenizer threads: one for short texts, and one for long ones. A text as large as a body takes a
-    second."""
-
-    def __init__(self):
-        self._short, self._long = Turns("encode-short"), Turns("encode-long")
-
-    def submit(self, key: str, size: int, work: Callable[[], _ANSWER]) -> Future[_ANSWER]:
-        """Run `work`, which tokenises a text of `size` bytes for a key. If it is cancelled in time, it never
-        starts."""
-        return (self._long if size > LONG else self._short).submit(key, work)
-
-    def stop(self) -> None:
-        """Cancel all work that has not begun."""
-        for turns in (self._short, self._long):
-            turns.stop()
-
-
 class Turns:
     """A thread that serves keys in turn, one piece of work at a time."""
 
@@ -178,6 +160,7 @@ class Turns:
         self._thread = ThreadPoolExecutor(1, name)
 
     def submit(self, key: str, work: Callable[[], _ANSWER]) -> Future[_ANSWER]:
+        """Run `work` for a key. If it is cancelled in time, it never starts."""
         future: Future[_ANSWER] = Future()
         with self._lock:
             self._lines.setdefault(key, deque()).append((future, work))
@@ -185,6 +168,7 @@ class Turns:
         return future
 
     def stop(self) -> None:
+        """Cancel all work that has not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for line in self._lines.values():

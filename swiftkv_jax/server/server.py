@@ -121,7 +121,9 @@ def listen(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         reason = error.strerror or error
-        raise UsageError(f"cannot listen on {host}:{port} ({reason}): choose another --http") from error
+        raise UsageError(
+            f"cannot listen on {host}:{port} ({reason}): choose another --http HOST:PORT"
+        ) from error
     listener.setblocking(False)
     return listener
 

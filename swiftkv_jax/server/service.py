@@ -27,7 +27,7 @@ from swiftkv_jax.engine.engine import Engine, Group, Overloaded
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Logprob, Request
-from swiftkv_jax.server.admission import Admission, Load, Readers, Ticket, Turns
+from swiftkv_jax.server.admission import LONG, Admission, Load, Ticket, Turns
 from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.server.metrics import Metrics
 from swiftkv_jax.server.settings import HttpSettings
@@ -68,8 +68,8 @@ class Service:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by request id; the engine's thread only
         self._restarts: list[float] = []
-        self._readers = Readers()
-        self._scorer = Turns("score")
+        # Tokenizers of short texts, and of long ones: a text as large as a body takes a second.
+        self._short, self._long, self._scorer = map(Turns, ("encode-short", "encode-long", "score"))
         self._warmed: Engine | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -82,8 +82,8 @@ class Service:
         self._calls.put(lambda: None)
         if self._warmed is not None:
             self._warmed.cancel_warm_up()
-        self._readers.stop()
-        self._scorer.stop()
+        for turns in (self._short, self._long, self._scorer):
+            turns.stop()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -153,7 +153,8 @@ class Service:
 
     async def encode(self, tenant: str, size: int, work: Callable[[], _ANSWER]) -> _ANSWER:
         """Run `work`, which uses the tokenizer on `size` bytes of text, when it is this key's turn."""
-        return await asyncio.wrap_future(self._readers.submit(tenant, size, work))
+        turns = self._long if size > LONG else self._short
+        return await asyncio.wrap_future(turns.submit(tenant, work))
 
     async def score(self, tenant: str, ids: tuple[int, ...], top: int) -> list[dict[int, Logprob] | None]:
         """`LLM.score`, one at a time, when it is this key's turn."""

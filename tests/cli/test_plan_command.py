@@ -13,7 +13,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.analysis.flops import CHIPS, cache_bytes_per_token, flops_table
-from swiftkv_jax.cli import plan, splits, untrained
+from swiftkv_jax.cli import plan, untrained
 from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.step import prepare
 from swiftkv_jax.text.tokenizer import load_tokenizer
@@ -124,10 +124,10 @@ def evaluated(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_auto_takes_the_earliest_good_split_from_half_depth_on():
-    assert splits.chosen({3: 0.1, 4: 0.4, 5: 0.2, 7: 0.0}, 8) == 4
-    assert splits.chosen({4: 0.6, 5: 0.7, 6: 0.5}, 8) == 6
-    assert splits.chosen({4: 3.0, 6: 2.0}, 8) == 6, "none is good: the best"
+    assert untrained.chosen_split({3: 0.1, 4: 0.4, 5: 0.2, 7: 0.0}, 8) == 4
+    assert untrained.chosen_split({4: 0.6, 5: 0.7, 6: 0.5}, 8) == 6
+    assert untrained.chosen_split({4: 3.0, 6: 2.0}, 8) == 6, "none is good: the best"
     with pytest.raises(skv.UsageError, match="half depth"):
-        splits.chosen({3: 0.1}, 8)
-    assert splits.candidates(32) == [8, 12, 16, 20, 24, 28]
-    assert splits.candidates(2) == [1] and splits.candidates(3) == [1, 2]
+        untrained.chosen_split({3: 0.1}, 8)
+    assert untrained.split_candidates(32) == [8, 12, 16, 20, 24, 28]
+    assert untrained.split_candidates(2) == [1] and untrained.split_candidates(3) == [1, 2]

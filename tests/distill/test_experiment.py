@@ -187,7 +187,7 @@ def test_the_last_of_two_values_counts(tiny):
         ("plan.split=-1", "plan.split must be at least 0"),
         ("plan.share=0", "plan.share must be at least 1"),
         ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
-        ("trainable=all", "plain language-model training"),
+        ("trainable=all", "without a teacher"),
         ("eval_lengths=(256,4096)", r"at most evaluation\.seq_len 2048, not 4096"),
         ("plan.init=least_square", "did you mean 'least_squares'"),
         ("attention.tpu=splish", "did you mean 'splash'"),

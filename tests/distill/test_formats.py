@@ -144,7 +144,7 @@ def test_columns_of_other_names(tmp_path):
     with pytest.raises(UsageError, match=r"several.jsonl:1"):
         open_documents([several])
     for bad in ("prompt", "promt=q", "prompt="):
-        with pytest.raises(UsageError, match=f"columns are written ours=theirs, .*not '{bad}'"):
+        with pytest.raises(UsageError, match=f"columns are ours=theirs, .*not '{bad}'"):
             open_documents([source], columns=(bad,))
 
 

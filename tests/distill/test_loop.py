@@ -267,7 +267,7 @@ NO_TEACHER = ["--set", "loss.lm_weight=1", "--set", "loss.kl_weight=0"]
         (["--set", "data.sources=('nothing.jsonl',)"], "nothing.jsonl"),
         (["--set", "evaluation.sources=('no_such.jsonl',)"], "no_such.jsonl"),
         (["--set", "evaluation_batches=-1"], "evaluation_batches"),
-        ([*NO_TEACHER, "--set", "trainable=all"], "plan.split 2 is of a student"),
+        ([*NO_TEACHER, "--set", "trainable=all"], "plan.split 2 is not for"),
         (["--compile-only"], "--compile-only and --topology go together"),
     ],
 )

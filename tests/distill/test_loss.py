@@ -64,7 +64,7 @@ def test_no_gradient_reaches_the_teacher(arrays):
 @pytest.mark.parametrize("chunk", [1, 4, 13])
 def test_cross_entropy_is_torchs(arrays, chunk):
     s, _, kernel, mask, targets = arrays
-    got = losses.cross_entropy_sum(head_of(kernel), s, targets, mask, chunk)
+    (got,) = losses.cross_entropy_sums(head_of(kernel), s, targets, mask, chunk)
     logits = torch.tensor(wide(s) @ wide(kernel)).reshape(-1, V)
     chosen = torch.tensor(np.array(targets, np.int64).reshape(-1))
     each = torch.nn.functional.cross_entropy(logits, chosen, reduction="none")

@@ -9,7 +9,7 @@ import pytest
 from samples_made import config, take, texts, tokenizer, write
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.distill.data import mixture
+from swiftkv_jax.distill.data import loader
 from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
 
 
@@ -20,11 +20,11 @@ def order(source: int, number: int) -> np.ndarray:
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (2.0, 0.25, 3.0), (0.4, 1.5, 0.1), (0.15, 0.3, 1.0)])
 def test_any_number_of_epochs_takes_the_samples_of_a_source_equally_often(weights):
     sizes = (7, 12, 1)
-    counts = mixture.counts(sizes, weights)
+    counts = loader.counts(sizes, weights)
     assert counts == tuple(max(1, round(n * w)) for n, w in zip(sizes, weights, strict=True))
     taken = np.zeros(20, int)
     for epoch in range(9):
-        members = mixture.members(sizes, counts, epoch, order)
+        members = loader.members(sizes, counts, epoch, order)
         assert len(members) == sum(counts)
         np.add.at(taken, members, 1)
         for start, size, count in zip((0, 7, 19), sizes, counts, strict=True):

@@ -40,7 +40,7 @@ def test_rows_longer_than_learned_positions_are_refused(longer, tmp_path):
     with jax.set_mesh(mesh):
         assert start.load(experiment, None, tokenizer, mesh)
         parts[longer] = dataclasses.replace(parts[longer], seq_len=33)
-        with pytest.raises(UsageError, match=f"{longer}.seq_len 33 is more than the 32 positions"):
+        with pytest.raises(UsageError, match=f"{longer}.seq_len 33 is more than the model's 32 positions"):
             start.load(dataclasses.replace(experiment, **parts), None, tokenizer, mesh)
 
 

@@ -57,7 +57,7 @@ def named(address: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "wanted, environ, said",
     [
-        (True, {}, "--distributed: no launcher that JAX knows started this process"),
+        (True, {}, "--distributed: JAX knows no launcher"),
         (None, {"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun started 4 processes, but JAX does not find process 0"),
         (None, {"JAX_COORDINATOR_ADDRESS": "a:1"}, "Set JAX_NUM_PROCESSES and JAX_PROCESS_ID too"),
         (None, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "x"}, "must be a number, not 'x'"),

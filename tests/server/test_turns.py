@@ -1,10 +1,11 @@
 """Turns at the tokenizer: of one key's texts, however many and long, at most one holds up another's."""
 
+import asyncio
 import threading
 
 import pytest
 
-from swiftkv_jax.server.admission import LONG, Readers, Turns
+from swiftkv_jax.server.admission import LONG, Turns
 
 
 @pytest.fixture
@@ -51,10 +52,12 @@ def test_stopping_cancels_every_waiting_call(turns):
     released.set()
 
 
-def test_short_texts_do_not_wait_for_long_ones():
-    readers, released = Readers(), threading.Event()
-    long = readers.submit("a", LONG + 1, lambda: released.wait(20))
-    assert readers.submit("a", LONG, lambda: "short").result(20) == "short" and not long.done()
+def test_short_texts_do_not_wait_for_long_ones(served):
+    def submit(size: int, work):
+        return asyncio.run_coroutine_threadsafe(served.api.service.encode("a", size, work), served.loop)
+
+    released = threading.Event()
+    long = submit(LONG + 1, lambda: released.wait(20))
+    assert submit(LONG, lambda: "short").result(20) == "short" and not long.done()
     released.set()
     assert long.result(20)
-    readers.stop()

@@ -5,13 +5,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.distill.data import mixture
 from swiftkv_jax.distill.data.packing import Batch, Place, Sample, assemble, fill_row
 from swiftkv_jax.distill.data.samples import DataConfig, Samples
 from swiftkv_jax.text.tokenizer import Tokenizer
@@ -25,7 +24,7 @@ class DataLoader:
     """An endless iterator of `(Batch, ids)`: this process's rows of each batch, and the samples in each row.
 
     The batch has `batch_size` lanes. The samples of all epochs form one sequence. An epoch has every sample
-    once, or as often as `weights` say (mixture.py); its order is a pure function of (seed, epoch). Lane b
+    once, or as often as `weights` say (`members`); its order is a pure function of (seed, epoch). Lane b
     packs numbers b, b + batch_size, ... of the sequence and yields one row a step. So the batches do not
     depend on the number of processes, and a process tokenises only what its lanes pack. `ids[row][segment -
     1]` is the id of a segment's sample.
@@ -47,7 +46,7 @@ class DataLoader:
         self.config, self.prefetch = config, prefetch
         self.lanes = range(process_index * share, (process_index + 1) * share)
         self.samples = Samples(config, tokenizer)
-        self._counts = mixture.counts(self.samples.sizes, config.weights) if config.weights else ()
+        self._counts = counts(self.samples.sizes, config.weights) if config.weights else ()
         self._epoch_size = sum(self._counts) or len(self.samples)
         self._orders: dict[int, np.ndarray] = {}
         self._ahead: collections.deque[Future] = collections.deque()
@@ -201,7 +200,40 @@ class DataLoader:
         def order(source: int, number: int) -> np.ndarray:
             return _shuffled(sizes[source], seed, _PASS_STREAM, source, number)
 
-        return mixture.members(sizes, self._counts, epoch, order)
+        return members(sizes, self._counts, epoch, order)
+
+
+def counts(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+    """Samples of each source in an epoch: its size times its weight, rounded, but at least one."""
+    empty = [i for i, size in enumerate(sizes) if not size]
+    if empty:
+        number = empty[0] + 1
+        raise UsageError(f"data.weights: source number {number} has no samples left; raise data.limit")
+    return tuple(max(1, round(size * weight)) for size, weight in zip(sizes, weights, strict=True))
+
+
+def members(
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    epoch: int,
+    order: Callable[[int, int], np.ndarray],
+) -> np.ndarray:
+    """The samples of an epoch, source by source; samples are numbered through all sources.
+
+    A source's samples are taken in passes, each with its own order, and an epoch continues where the last one
+    stopped. So after any number of epochs, how often two samples of a source were taken differs by at most
+    one.
+
+    Args:
+      order: (source, number of the pass) -> the order [size] of that pass.
+    """
+    out, start = [], 0
+    for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        places = np.arange(epoch * count, (epoch + 1) * count)
+        for number in range(int(places[0]) // size, int(places[-1]) // size + 1):
+            out.append(start + order(source, number)[places[places // size == number] % size])
+        start += size
+    return np.concatenate(out)
 
 
 def _shuffled(size: int, seed: int, stream: int, *place: int) -> np.ndarray:

@@ -180,8 +180,8 @@ def open_documents(
             for stored in parts:  # nothing is kept on disk that was read with these columns
                 if isinstance(stored, StoredDocuments):
                     stored.path.unlink(missing_ok=True)
-            have = ", ".join(list(seen)[:_SHOWN])
-            raise UsageError(f"no row has the column {theirs!r} of columns {part!r}; they have {have[:300]}")
+            have = ", ".join(list(seen)[:_SHOWN])[:300]
+            raise UsageError(f"no row has the column {theirs!r} of columns {part!r}; the rows have {have}")
     if bad and not skip_bad_lines:
         shown = _SHOWN
         advice = "Fix them, or let swiftkv train or distil skip them: --set data.skip_bad_lines=True"
