@@ -82,12 +82,8 @@ def save_pretrained(
         write_extras(folder, extras(model.config.source, source, tokenizer))
         config |= token_ids(source or model.config.source)
         if model.plan.is_swiftkv and model.config.family in _NOT_CODED:
-            warnings.warn(
-                f"{out_dir} has no PyTorch code: there is none for students of {model.config.family}; the "
-                "folder loads here alone",
-                UsageWarning,
-                stacklevel=2,
-            )
+            message = f"{out_dir} has no PyTorch code, as there is none for {model.config.family}: it loads here alone"
+            warnings.warn(message, UsageWarning, stacklevel=2)
         elif model.plan.is_swiftkv:
             shutil.copyfile(Path(__file__).with_name(MODELLING), folder / MODELLING)
             architecture = config["architectures"][0]
@@ -146,11 +142,8 @@ def extras(
         if place is not None and not _is_place(place):
             raise UsageError(f"{name} {place} is not a folder here, and no GGUF file")
     if source is None and origin is not None and not _is_place(origin):
-        warnings.warn(
-            f"{origin}, where the model was read, is gone: its tokenizer and settings are not copied",
-            UsageWarning,
-            stacklevel=2,
-        )
+        message = f"{origin}, where the model was read, is gone: its tokenizer and settings are not copied"
+        warnings.warn(message, UsageWarning, stacklevel=2)
     home = source or origin
     out: dict[str, Path | dict] = {}
     for place, patterns in ((home, GENERATION_FILES), (tokenizer or home, TOKENIZER_FILES)):

@@ -198,11 +198,8 @@ def cache_programs() -> None:
     kept = private(cache)
     jax.config.update("jax_compilation_cache_dir", str(cache) if kept else None)
     if not kept:
-        print(
-            f"warning: no compilation cache: {cache} must be writable by you alone (chmod 700), in a "
-            "folder that nobody else can rename",
-            file=sys.stderr,
-        )
+        needs = "must be writable by you alone (chmod 700), in a folder that nobody else can rename"
+        print(f"warning: no compilation cache: {cache} {needs}", file=sys.stderr)
 
 
 convert = _command("convert")

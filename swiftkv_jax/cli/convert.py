@@ -58,29 +58,18 @@ def parser() -> Parser:
     count = f"{PlanConfig().init_tokens}, for KV prediction {PredictConfig(keep=(0,)).init_tokens}"
     method = p.add_mutually_exclusive_group(required=True)
     p.flag("MODEL", "a folder, a GGUF file or a hub id")
-    p.flag(
-        "--split N",
-        "layers that prompt tokens run; later layers' keys and values come from the output of these",
-        method,
-        type=int,
-    )
+    about = "layers that prompt tokens run; later layers' keys and values come from the output of these"
+    p.flag("--split N", about, method, type=int)
     p.flag("--keep N,N,...", "KV prediction: layers of MODEL that read prompts for it", method)
     p.flag("--auxiliary DIR", "KV prediction: folder or hub id of a model that reads prompts", method)
     p.flag("--share S", SHARE, type=int, default=1)
     p.flag("--map", "which auxiliary row predicts which row (nearest with --keep, else spread)", choices=MAPS)
     p.flag("--tail N", "last prompt tokens that MODEL reads itself (1)", type=int, default=1)
-    p.flag(
-        "--text FILE",
-        "text to fit and evaluate on: .txt, .md or .jsonl, a folder of them, or hf://org/name; may be "
-        "repeated (default: Python's documentation, which comes with the package)",
-        action="append",
-    )
-    p.flag(
-        "--init",
-        "initialisation of the new keys and values, or of KV prediction's maps (default: %(default)s)",
-        choices=inits,
-        default=LEAST_SQUARES,
-    )
+    kinds = ".txt, .md or .jsonl, a folder of them, or hf://org/name; may be repeated"
+    about = f"text to fit and evaluate on: {kinds} (default: Python's documentation, of the package)"
+    p.flag("--text FILE", about, action="append")
+    about = "initialisation of the new keys and values, or of KV prediction's maps (default: %(default)s)"
+    p.flag("--init", about, choices=inits, default=LEAST_SQUARES)
     p.flag("--tokens N", f"approximate number of tokens for least squares (default: {count})", type=int)
     p.flag("--length N", "context length in tokens (default: %(default)s)", type=int, default=512)
     about = "dtype of the computation (default: %(default)s)"

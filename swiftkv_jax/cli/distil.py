@@ -59,13 +59,9 @@ def parser() -> Parser:
     )
     several = {"action": "append", "default": []}
     p.flag("MODEL", "a folder, a GGUF file or a hub id")
-    p.flag(
-        "--data X",
-        "a file of texts or chats, a folder or pattern of them, hf://org/name, or self://prompts.jsonl "
-        "for chats that the model writes itself; may be repeated",
-        action="append",
-        required=True,
-    )
+    own = "self://prompts.jsonl for chats that the model writes itself; may be repeated"
+    about = f"a file of texts or chats, a folder or pattern of them, hf://org/name, or {own}"
+    p.flag("--data X", about, action="append", required=True)
     about = "sampling weight of each --data, in order: 2 takes every document twice per pass (default: 1)"
     p.flag("--weight W", about, type=float, **several)
     about = "rename a column of your rows, as in prompt=question; may be repeated"

@@ -50,12 +50,9 @@ def parser() -> Parser:
     p.flag("--context N", f"prompt length in tokens (default: {CONTEXT}, or the model's context)", type=int)
     about = "also measure on this text how similar layers are, and each split's quality before training"
     p.flag("--text FILE", about)
+    need = "3/4 of them to fit on, which needs as many as the model is wide"
     p.flag(
-        "--max-tokens N",
-        "tokens of --text to use, 3/4 of them to fit on (default: %(default)s); a fit needs as many "
-        "as the model is wide",
-        type=int,
-        default=8192,
+        "--max-tokens N", f"tokens of --text to use, {need} (default: %(default)s)", type=int, default=8192
     )
     about = "compile the engine's programs for --topology, by default with half of the layers (--split)"
     p.flag("--compile-serving", about)
@@ -221,10 +218,8 @@ def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say =
             tokens = np.concatenate([ids[segments > 0] for ids, segments in batches])
             with working(say, f"comparing the layers' inputs on {len(tokens):,} tokens"):
                 scores, _ = layer_similarity(*trial.loaded[0], tokens)
-            say(
-                "SimScore by layer, the mean cosine of its input with all later layers': "
-                + " ".join(f"{score:.2f}" for score in scores[:-1])
-            )
+            shown = " ".join(f"{score:.2f}" for score in scores[:-1])
+            say(f"SimScore by layer, the mean cosine of its input with all later layers': {shown}")
             say(f"the paper's rule, the first split from which it stays above 0.5: {suggested_split(scores)}")
             say("quality before training, evaluated on another part of the text than it is fitted on:")
             figures = trial.by_split(chosen, say)

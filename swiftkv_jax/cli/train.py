@@ -34,12 +34,8 @@ def parser() -> Parser:
         description="Convert a checkpoint to SwiftKV and distil it, as a Python config file says.",
         epilog="example: %(prog)s --config tiny --set steps=100 --out runs/mine",
     )
-    p.flag(
-        "--config FILE",
-        "a Python file that defines `config = Experiment(...)`, or the name of one that comes with "
-        "the package, such as tiny",
-        required=True,
-    )
+    about = "a Python file that defines `config = Experiment(...)`, or the name of one of the package: tiny"
+    p.flag("--config FILE", about, required=True)
     p.flag("--set a.b=value", "override one field; may be repeated", action="append", default=[])
     about = "describe the fields that --set takes, or those under a.b, and exit"
     p.flag("--fields a.b", about, action=_Fields, nargs="?")

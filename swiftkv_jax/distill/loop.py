@@ -236,11 +236,8 @@ class Run:
         self.state, self.evaluated = dataclasses.replace(self.state, trainable=trained), None
         self.to_fit = False
         tokens = count * e.data.batch_size * e.data.seq_len
-        took = time.monotonic() - began
-        self.say(
-            f"keys and values fitted to the teacher's by least squares on {tokens:,} tokens{repeated} in "
-            f"{took:.0f} s"
-        )
+        took = f"on {tokens:,} tokens{repeated} in {time.monotonic() - began:.0f} s"
+        self.say(f"keys and values fitted to the teacher's by least squares {took}")
 
     def _loop(self) -> Result:
         e, done = self.experiment, int(self.state.step)
@@ -431,10 +428,8 @@ class Run:
         if self.caught:
             raise KeyboardInterrupt
         self.caught = number
-        self.say(
-            f"\n{signal.Signals(number).name}: finishing this step, saving, then stopping "
-            "(again: stop at once)"
-        )
+        name = signal.Signals(number).name
+        self.say(f"\n{name}: finishing this step, saving, then stopping (again: stop at once)")
         if jax.distributed.is_initialized():  # JAX tells the other processes of SIGTERM only
             os.kill(os.getpid(), signal.SIGTERM)
 

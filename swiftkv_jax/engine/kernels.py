@@ -91,11 +91,8 @@ def choose(
     answer = processes.text_from_first(f"swiftkv/kernels/{title}", names_and_how, limits.total + 2 * START)
     names, how = json.loads(answer)
     if taken and machine.platform == "tpu" and decisions and not decisions[0].kept:
-        _LOG.warning(
-            "kernels run as %s: this process has the TPU, so that none can be checked; `serve.py --model DIR "
-            "--kernels report`, with the same sizes, checks and keeps them",
-            how,
-        )
+        advice = "`serve.py --model DIR --kernels report`, with the same sizes, checks and keeps them"
+        _LOG.warning("kernels run as %s, unchecked, as this process has the TPU: %s", how, advice)
     return Choice(_with(settings, safe | names), how, decisions[0] if decisions else None)
 
 

@@ -114,11 +114,8 @@ class LLM:
         model, params = for_serving(model, params)  # here, so that the first weights are freed
         check_fill(model, **settings)
         if tokenizer is None and not has_tokenizer(folder):
-            warnings.warn(
-                f"no tokenizer in {folder}: prompts must be token ids, and answers are without text",
-                UsageWarning,
-                stacklevel=2,
-            )
+            message = f"no tokenizer in {folder}: prompts must be token ids, and answers are without text"
+            warnings.warn(message, UsageWarning, stacklevel=2)
         elif tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer or folder)
         generation = read_generation_config(folder)

@@ -17,17 +17,6 @@ import hashlib
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-
-class Held(NamedTuple):
-    """A page that is not free: the key it belongs to; the sequences that use it, 0 if it is cached; its name,
-    None before it is full; whether a later token was sampled from finite logits, so that it is verified."""
-
-    key: str
-    references: int
-    name: bytes | None
-    validated: bool
 
 
 class Pages:
@@ -70,14 +59,6 @@ class Pages:
 
     def references(self, page: int) -> int:
         return self._references[page]
-
-    def held(self) -> dict[int, Held]:
-        """Every page that is not free."""
-        return {
-            page: Held(key, self._references[page], name, name is not None and page not in self._unvalidated)
-            for page, key in self._key.items()
-            for name in [self._name.get(page)]
-        }
 
     def allocate(self, n: int, key: str = "") -> list[int] | None:
         """Allocate `n` pages for one owner, a request of `key`. If there are too few, return None and change

@@ -148,12 +148,8 @@ def build_parser() -> Parser:
     group.add_argument("--replicas", type=int, default=2, metavar="N", help="servers (default 2)")
     group.add_argument("--num-cpus", type=float, default=1.0, metavar="X", help="for each (default 1)")
     group.add_argument("--num-gpus", type=float, default=0.0, metavar="X", help="for each (default 0)")
-    group.add_argument(
-        "--ray-address",
-        default="local",
-        metavar="X",
-        help="address of a Ray cluster: HOST:PORT, or auto for this machine's (default local: a new cluster)",
-    )
+    text = "address of a Ray cluster: HOST:PORT, or auto for this machine's (default local: a new cluster)"
+    group.add_argument("--ray-address", default="local", metavar="X", help=text)
     p.set_defaults(http=flags.DEFAULT)
     return p
 

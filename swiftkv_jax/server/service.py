@@ -40,14 +40,6 @@ _ANSWER = typing.TypeVar("_ANSWER")
 _ACCEPTED = "accepted"
 
 
-class State(typing.NamedTuple):
-    """Whether a service's thread runs, its requests whose callers wait, its engine's recent restarts."""
-
-    alive: bool
-    requests: int
-    restarts: int
-
-
 class Service:
     """Owns the engine's thread. All methods but those marked are for the event loop's thread.
 
@@ -86,10 +78,6 @@ class Service:
             turns.stop()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-
-    def state(self) -> State:
-        """The current state; any thread may ask."""
-        return State(self._thread.is_alive(), len(self._streams), len(self._restarts))
 
     @property
     def healthy(self) -> bool:

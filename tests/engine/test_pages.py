@@ -51,8 +51,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(owner=owners)
     def validate(self, owner):
         self.pages.validate(self.held.get(owner, []))
-        named = {page for page, one in self.pages.held().items() if one.name is not None}
-        self.validated |= set(self.held.get(owner, [])) & named
+        self.validated |= set(self.held.get(owner, [])) & self.pages._name.keys()
 
     @rule(target=owners, name=st.integers(0, 5))
     def share(self, name):
@@ -77,14 +76,12 @@ class Traffic(RuleBasedStateMachine):
         pages, flat = self.pages, [p for held in self.held.values() for p in held]
         assert all(pages.references(p) == flat.count(p) for p in range(COUNT))
         assert pages.used == len(set(flat)) and pages.total == COUNT - 1
-        held = pages.held()
-        cached = {page for page, one in held.items() if not one.references}
-        assert set(held) == cached | set(flat) <= set(range(1, COUNT)) and len(cached) == pages.cached
+        cached, named = {page for page in pages._key if not pages.references(page)}, pages._name
+        assert set(pages._key) == cached | set(flat) <= set(range(1, COUNT)) and len(cached) == pages.cached
         assert cached <= self.validated, "kept, and nobody has validated for it"
         assert self.validated - cached <= set(flat), "validated for, and not kept"
-        named = {page: one.name for page, one in held.items() if one.name is not None}
-        assert {page for page, one in held.items() if one.validated} == self.validated <= set(named)
-        owned = Counter(one.key for one in held.values())
+        assert set(named) - pages._unvalidated == self.validated
+        owned = Counter(pages._key.values())
         assert all(pages.owned[key] == owned[key] for key in ("", "a", "b"))
         assert {pages.find(name, (*name,)): name for name in named.values()} == named
         found = (pages.find(bytes([name]), (name,)) for name in range(6))

@@ -139,7 +139,7 @@ class Traffic(RuleBasedStateMachine):
         flat = [page for one in running for page in one.pages]
         assert len(set(flat)) == self.pages.used
         assert all(self.pages.references(page) == flat.count(page) for page in set(flat))
-        cached = {page for page, one in self.pages.held().items() if not one.references}
+        cached = {page for page in self.pages._key if not self.pages.references(page)}
         assert len(cached) == self.pages.cached and cached <= self.proven, (
             "kept, though nobody has sampled a token after it"
         )

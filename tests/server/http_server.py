@@ -95,7 +95,7 @@ class Running:
         self.uvicorn.should_exit = self.uvicorn.force_exit = True
         self._thread.join(30)
         services = {name: model.service for name, model in self.api.models.by_name.items()}
-        left = [name for name, service in services.items() if service.state().alive]
+        left = [name for name, service in services.items() if service._thread.is_alive()]
         assert not left and not self._thread.is_alive(), f"outlive their server: {left}"
 
     @property
@@ -158,7 +158,7 @@ def held(server: Running) -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "tasks": len(asyncio.all_tasks(server.loop)),
         "threads": len(threads),
-        "streams": server.api.service.state().requests,
+        "streams": len(server.api.service._streams),
         "groups": len(server.engine.groups),
         "programs": server.api.metrics.compilations,
     }

@@ -373,4 +373,4 @@ def test_a_tokenizer_with_more_tokens_than_the_model_harms_no_request():
                 assert server.complete("x", max_tokens=4, bad_words=words)["choices"][0]["text"] == want
         refused = server.http.post("/v1/completions", json={"prompt": "a☃"})
         assert refused.status_code == 400 and error_of(refused)["param"] == "prompt"
-        assert not server.api.service.state().restarts
+        assert not server.api.service._restarts
