@@ -82,7 +82,7 @@ def save_pretrained(
         write_extras(folder, extras(model.config.source, source, tokenizer))
         config |= token_ids(source or model.config.source)
         if model.plan.is_swiftkv and model.config.family in _NOT_CODED:
-            message = f"{out_dir} has no PyTorch code, as there is none for {model.config.family}: it loads here alone"
+            message = f"{out_dir} has no PyTorch code (no {model.config.family} has): it loads here alone"
             warnings.warn(message, UsageWarning, stacklevel=2)
         elif model.plan.is_swiftkv:
             shutil.copyfile(Path(__file__).with_name(MODELLING), folder / MODELLING)
