@@ -231,12 +231,10 @@ class Slot:
 
     @property
     def parts(self) -> tuple["Slot", ...]:
-        """All parts of the tensor."""
         return (self, *self.rest)
 
     @property
     def outputs(self) -> int:
-        """The tensor's output axis."""
         return 0 if self.transposed else len(self.shape) - 1
 
     def part(self, leaf):
@@ -277,7 +275,6 @@ def slots(config: ModelConfig, plan: KVPlan, cuts: weights.Cuts = ()) -> dict[st
 
 
 def names_of(config: ModelConfig) -> Names:
-    """The tensor names of this model's checkpoints."""
     names = _t5(config.gated, "decoder") if config.family == "t5" else _NAMES.get(config.family, _LLAMA)
     if config.wrapper is None:
         return names

@@ -48,7 +48,6 @@ HELD_OUT_TOKENS = 16_384  # at most, that a student is evaluated on
 
 
 def parser() -> Parser:
-    """All flags of the command."""
     p = Parser(
         description="Make a SwiftKV student, or a KV prediction adapter, of a checkpoint without training, "
         "and measure its quality.",
@@ -210,7 +209,6 @@ def _check_out(out: Path) -> None:
 
 
 def report(figures: dict[str, float], part: PlanConfig | PredictConfig, layers: int, length: int) -> str:
-    """The costs as text."""
     if isinstance(part, PlanConfig):
         shared = f", share {part.share}" if part.share > 1 else ""
         student = f"split {part.split} of {layers} layers{shared}, {part.init}"

@@ -51,7 +51,6 @@ class Machine(NamedTuple):
 
 
 def parser() -> Parser:
-    """All flags of the command."""
     p = _Parser(
         description="Make a SwiftKV student of a model, distil it on your data and export it. Settings "
         "follow from the model's size and this machine's devices; --set changes any of them.",

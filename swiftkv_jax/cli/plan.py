@@ -37,7 +37,6 @@ TOKENS, MFU = 680e6, 0.4  # of a distillation: the SwiftKV paper's tokens (appen
 
 
 def parser() -> Parser:
-    """All flags of the command."""
     p = Parser(
         description="Show what each split of a model saves and what fits on which chip, without training. "
         "A config.json is enough; --text, which measures quality, needs weights.",

@@ -11,7 +11,6 @@ from swiftkv_jax.distill.report import LIBRARY
 
 
 def parser() -> Parser:
-    """All flags of the command."""
     p = Parser(
         description="Upload an exported model to the Hugging Face hub. The token is that of `hf auth login`, "
         "or HF_TOKEN.",

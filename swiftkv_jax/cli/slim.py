@@ -34,7 +34,6 @@ _SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to stor
 
 
 def parser() -> Parser:
-    """The flags."""
     p = Parser(
         description="Convert a multi-head model to store keys alone where the measured loss is small.",
     )

@@ -29,7 +29,6 @@ class FieldsParser(Parser):
 
 
 def parser() -> Parser:
-    """All flags of train.py."""
     p = FieldsParser(
         description="Convert a checkpoint to SwiftKV and distil it, as a Python config file says.",
         epilog="example: %(prog)s --config tiny --set steps=100 --out runs/mine",

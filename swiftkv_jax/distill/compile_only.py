@@ -197,5 +197,4 @@ def with_attention(experiment: Experiment, devices):
 
 
 def gib(size: float) -> str:
-    """Bytes as text."""
     return f"{size / 2**30:.2f} GiB"

@@ -92,7 +92,6 @@ class Group:
         return all(s.finish_reason for s in self.sequences)
 
     def output(self) -> RequestOutput:
-        """The final result for the user."""
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
@@ -146,7 +145,6 @@ class Engine:
         self._reads = False  # whether the last launch was a step
 
     def count_anew(self) -> None:
-        """Reset `stats`."""
         pools, cross = self.runner.pools, self.runner.cache.cross
         own, *auxiliary = (pool.bytes_per_token for pool in pools)
         self.stats = Stats(

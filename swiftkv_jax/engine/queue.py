@@ -68,7 +68,6 @@ class Queue:
 
     @property
     def demand(self) -> Demand:
-        """The total demand of all waiting sequences."""
         return sum(self.demands.values(), Demand())
 
     def __iter__(self) -> Iterator[Sequence]:

@@ -122,7 +122,6 @@ class SamplingParams(Checked):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The fields, in order."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def updated(self, changes: Mapping) -> "SamplingParams":

@@ -85,7 +85,6 @@ class Recording:
 
 
 def takes_audio(llm) -> bool:
-    """Whether the model takes audio."""
     within = llm.model.config.encoder
     return within is not None and bool(within.mels)
 

@@ -31,7 +31,6 @@ class Load:
 
     @property
     def queued(self) -> Demand:
-        """The total demand of everything that waits."""
         return sum(self.waiting.values(), Demand())
 
 

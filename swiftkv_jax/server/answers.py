@@ -25,7 +25,6 @@ def joined(envelope: Mapping[str, typing.Any], choices: Iterable[dict]) -> bytes
 
 
 def event(value: typing.Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
 
 
@@ -56,7 +55,6 @@ class Shape:
     part: typing.ClassVar[str]
 
     def bytes_of(self, token: int, item: Logprob) -> bytes:
-        """The bytes of a token."""
         text = item.decoded_token or ""
         return self.spell(token) if self.spell and _NO_CHARACTER in text else text.encode()
 

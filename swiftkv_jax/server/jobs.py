@@ -148,7 +148,6 @@ def _key(llm, *content) -> str:
 
 
 def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, folder: Path) -> Job:
-    """The job of a line with audio; the file is read here."""
     path = prompt["audio"]
     if not isinstance(path, str) or "\0" in path:
         raise UsageError(f"audio must be the path of a wav file, not {path!r}")

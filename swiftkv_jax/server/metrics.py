@@ -102,7 +102,6 @@ class Metrics(Collector):
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def close(self) -> None:
-        """Stop counting compilations."""
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def _info(self, name: str, text: str, values: dict) -> None:
@@ -122,7 +121,6 @@ class Metrics(Collector):
         self.compilations += event == _COMPILED
 
     def all(self) -> Iterator[Metric]:
-        """Every metric with its current samples."""
         return iter(self._registry.collect())
 
     def stepped(self, engine: Engine, load: Load) -> None:

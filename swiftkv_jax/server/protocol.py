@@ -52,7 +52,6 @@ class _Outgoing:
 
 
 def protocol(settings: HttpSettings) -> type[H11Protocol]:
-    """uvicorn's protocol under these settings."""
 
     class Guarded(H11Protocol):
         """Cuts off incomplete heads, clients that do not read, and connections above the limit."""

@@ -226,7 +226,6 @@ Body = typing.TypeVar("Body", bound=_Body)
 
 
 def parse(model: type[Body], raw: bytes) -> Body:
-    """Parse and check a body."""
     try:
         body = model.model_validate_json(raw)
     except pydantic.ValidationError as error:
@@ -238,7 +237,6 @@ def parse(model: type[Body], raw: bytes) -> Body:
 
 
 def parse_form(model: type[Body], fields: dict[str, str]) -> Body:
-    """Check the fields of a form."""
     for name, value in fields.items():
         if name in _REFUSED - model.model_fields.keys() and value.lower() not in _NOTHING_OF_FORMS:
             raise _not_offered(name)

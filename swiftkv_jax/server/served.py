@@ -58,7 +58,6 @@ class Models:
         self._began = time.monotonic()
 
     def start(self) -> None:
-        """Start every engine's thread."""
         self._began = time.monotonic()
         for service in self._services:
             service.start()

@@ -286,7 +286,6 @@ class Tokenizer:
 
     @functools.cached_property
     def template(self) -> Template | None:
-        """The chat template, if there is one."""
         return Template(self.chat_template) if self.chat_template else None
 
     @property

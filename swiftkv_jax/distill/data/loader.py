@@ -147,7 +147,6 @@ class DataLoader:
         self._front = (self._step, self._places)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._worker.shutdown(cancel_futures=True)
         self._ahead.clear()
 

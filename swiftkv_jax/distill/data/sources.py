@@ -70,7 +70,6 @@ class HubDocuments(Sequence):
             raise UsageError(f"{place}: {error}") from None
 
     def ids(self) -> Iterator[str]:
-        """The id of every document."""
         return (self._document(index, row).id for index, row in enumerate(self.rows))
 
 
@@ -93,7 +92,6 @@ class StoredDocuments(Sequence):
         return Document(row["id"], row["text"], messages, row["place"])
 
     def ids(self) -> Iterator[str]:
-        """The id of every document."""
         return iter(self.rows["id"])
 
 
@@ -115,7 +113,6 @@ class Documents(Sequence):
         return self.parts[part][index - self.ends[part]]
 
     def ids(self) -> Iterator[str]:
-        """The id of every document, in order."""
         for part in self.parts:
             yield from part.ids() if isinstance(part, OnDisk) else (d.id for d in part)
 
