@@ -171,27 +171,22 @@ def window_request(
     params: SamplingParams | None = None,
     previous: Sequence[int] = (),
     where: str = "audio",
-    salt: str = "",
 ) -> Request:
     """The request for the text of one window."""
     speech = speech_tokens(llm)
     prompt = prompt_tokens(llm, language, task, previous, where)
-    ruled_out = {
-        "bad_ids": tuple((token,) for token in speech.suppressed),
-        "first_bad_ids": tuple(
-            token for token in speech.first_suppressed if token < llm.model.config.vocab_size
-        ),
-    }
-    return llm.make_request(None, prompt, params or GREEDY, where, salt, **_source_of(frames), **ruled_out)
+    first = tuple(token for token in speech.first_suppressed if token < llm.model.config.vocab_size)
+    ruled_out = {"bad_ids": tuple((token,) for token in speech.suppressed), "first_bad_ids": first}
+    return llm.make_request(None, prompt, params or GREEDY, where, **_source_of(frames), **ruled_out)
 
 
-def language_request(llm, frames: Frames, where: str = "audio") -> Request | None:
+def language_request(llm, frames: Frames) -> Request | None:
     """The request whose only output token is the language of a window; None if the model knows only one."""
     languages = [token for _, token in speech_tokens(llm).languages]
     if not languages:
         return None
     params = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=languages, ignore_eos=True)
-    return llm.make_request(None, [decoder_start(llm)], params, where, **_source_of(frames))
+    return llm.make_request(None, [decoder_start(llm)], params, "audio", **_source_of(frames))
 
 
 def language_of(llm, output: RequestOutput) -> str | None:

@@ -68,7 +68,7 @@ class Service:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float = 5.0) -> None:
+    def stop(self) -> None:
         """Stop the threads; running requests are dropped."""
         self._stopping = True
         self._calls.put(lambda: None)
@@ -77,7 +77,7 @@ class Service:
         for turns in (self._short, self._long, self._scorer):
             turns.stop()
         if self._thread.is_alive():
-            self._thread.join(timeout_s)
+            self._thread.join(5.0)
 
     @property
     def healthy(self) -> bool:
