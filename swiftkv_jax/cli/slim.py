@@ -34,9 +34,7 @@ _SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to stor
 
 
 def parser() -> Parser:
-    p = Parser(
-        description="Convert a multi-head model to store keys alone where the measured loss is small.",
-    )
+    p = Parser(description="Convert a multi-head model to store keys alone where the measured loss is small.")
     p.flag("--model DIR", "a checkpoint: folder, or hub id", required=True)
     p.flag("--out DIR", "folder for the converted model", required=True, type=Path)
     p.flag("--text FILE", ".jsonl or .txt like the prompts it will serve (the demo's corpus)")

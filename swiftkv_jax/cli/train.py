@@ -52,10 +52,7 @@ def parser() -> Parser:
     return p
 
 
-def main(
-    argv: list[str] | None = None,
-    join: Callable[[bool | None], object] | None = None,
-) -> int:
+def main(argv: list[str] | None = None, join: Callable[[bool | None], object] | None = None) -> int:
     """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved).
 
     Args:

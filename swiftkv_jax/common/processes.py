@@ -242,11 +242,8 @@ class Channel:
         self._client.key_value_set_bytes(self._key(), message)
 
     def receive(self) -> bytes:
-        """The next message, in each other process; waits as long as it takes.
-
-        Raises:
-          jax.errors.JaxRuntimeError: process 0 has ended.
-        """
+        """The next message, in each other process; waits as long as it takes. A JaxRuntimeError: process 0 has
+        ended."""
         self._next(lambda block: None)
         while True:
             try:

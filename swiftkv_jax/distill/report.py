@@ -149,7 +149,7 @@ def card(
     if kind == "swiftkv":
         lines += [
             "Or in PyTorch, with the code that this folder carries: "
-            "`AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)`.",
+            "`AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)`."
         ]
     return "\n".join(lines) + "\n"
 

@@ -369,11 +369,7 @@ class LLM:
 
     @typing.no_type_check
     def make_request(self, text, ids, params, where: str, salt: str = "", **read) -> Request:
-        """The request of a prompt's `ids`, with `max_tokens` and `seed` set; `read`: its other fields.
-
-        Raises:
-          UsageError: as `request`.
-        """
+        """The request of a prompt's `ids`, with `max_tokens` and `seed` set; `read`: its other fields."""
         params = self.defaults if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")

@@ -137,11 +137,7 @@ def language_code(named: str, languages: Iterable[str], where: str = "language")
 
 
 def prompt_tokens(
-    llm,
-    language: str | None,
-    task: str = "transcribe",
-    previous: Sequence[int] = (),
-    where: str = "audio",
+    llm, language: str | None, task: str = "transcribe", previous: Sequence[int] = (), where: str = "audio"
 ) -> list[int]:
     """The decoder's prompt: preceding text, language, task, no timestamps."""
     speech = speech_tokens(llm)

@@ -44,17 +44,9 @@ _TIMES = {  # metric: (times of a `Sequence` that it begins and ends at, what it
     "time_to_first_token_seconds": ("arrival", "first_token", "from arrival to the first token"),
     "e2e_request_latency_seconds": ("arrival", "finished", "from arrival to the last token"),
     "request_queue_time_seconds": ("arrival", "scheduled", "from arrival to its start"),
-    "request_prefill_time_seconds": (
-        "scheduled",
-        "first_token",
-        "from its start to the first token",
-    ),
+    "request_prefill_time_seconds": ("scheduled", "first_token", "from its start to the first token"),
     "request_decode_time_seconds": ("first_token", "finished", "from the first token to the last"),
-    "request_inference_time_seconds": (
-        "scheduled",
-        "finished",
-        "from its start to the last token",
-    ),
+    "request_inference_time_seconds": ("scheduled", "finished", "from its start to the last token"),
 }
 _COUNTS = {
     "request_prompt_tokens": "tokens of a prompt",

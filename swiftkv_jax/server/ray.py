@@ -183,9 +183,7 @@ def application(args: argparse.Namespace, environment: Mapping[str, str]):
 
 
 def main(
-    argv: list[str] | None = None,
-    api_key: str | None = None,
-    environment: Mapping[str, str] | None = None,
+    argv: list[str] | None = None, api_key: str | None = None, environment: Mapping[str, str] | None = None
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; exit code 0, 2 for bad usage, 1 for a failure.
 

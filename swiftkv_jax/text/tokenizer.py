@@ -74,11 +74,7 @@ def _has_files(folder: Path) -> bool:
 
 def _reason(error: BaseException) -> str:
     """The first line of an error of Rust's tokenizers: a bare Exception, or a panic, which is a
-    BaseException.
-
-    Raises:
-      BaseException: `error` is neither, but the interpreter's own, such as KeyboardInterrupt.
-    """
+    BaseException. Others are the interpreter's own, such as KeyboardInterrupt, and are raised."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     return first_line(error)

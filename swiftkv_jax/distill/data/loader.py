@@ -212,10 +212,7 @@ def counts(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def members(
-    sizes: Sequence[int],
-    counts: Sequence[int],
-    epoch: int,
-    order: Callable[[int, int], np.ndarray],
+    sizes: Sequence[int], counts: Sequence[int], epoch: int, order: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
     """The samples of an epoch, source by source; samples are numbered through all sources.
 

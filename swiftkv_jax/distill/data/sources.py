@@ -272,11 +272,7 @@ def _read(
 
 
 def _open_hub(
-    source: str,
-    skip_bad_rows: bool,
-    columns: Sequence[str],
-    stream_rows: int | None,
-    seen: dict[str, None],
+    source: str, skip_bad_rows: bool, columns: Sequence[str], stream_rows: int | None, seen: dict[str, None]
 ) -> Sequence:
     match = _HUB.fullmatch(source)
     if not match:
