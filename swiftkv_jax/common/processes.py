@@ -148,12 +148,9 @@ def together() -> Iterator[None]:
         if _alone():
             raise
         failure = error
-    mine = (
-        f"usage:{failure}"
-        if isinstance(failure, UsageError)
-        else f"failure:{failure and first_line(failure)}"
-    )
-    messages = _gather_text("" if failure is None else mine)
+    usage = isinstance(failure, UsageError)
+    mine = f"usage:{failure}" if usage else failure and f"failure:{first_line(failure)}"
+    messages = _gather_text(mine or "")
     first = next((index for index, text in enumerate(messages) if text), None)
     if first is None:
         return
@@ -242,8 +239,8 @@ class Channel:
         self._client.key_value_set_bytes(self._key(), message)
 
     def receive(self) -> bytes:
-        """The next message, in each other process; waits as long as it takes. A JaxRuntimeError: process 0 has
-        ended."""
+        """The next message, in each other process; waits as long as it takes. Process 0 has ended if this
+        raises a JaxRuntimeError."""
         self._next(lambda block: None)
         while True:
             try:

@@ -300,42 +300,26 @@ def resolve(
 def _check_model(settings: Settings, model: Transformer, auxiliary: bool, devices: int) -> None:
     """Raises UsageError: a setting is not for such a model, with an auxiliary or not, on so many devices."""
     config, plan, scoring, fill = model.config, model.plan, settings.scoring, settings.fill
-    exits = "drafter 'exit'" if settings.drafter == "exit" else f"exit_threshold {settings.exit_threshold}"
-    refusals = (
-        (settings.drafter == "exit" and not settings.drafts, "drafter 'exit' needs drafts of 1 or more"),
-        (
-            settings.exits and not config.exit_head,
-            f"{exits} needs an exit head: train one with train.py --set loss.exit_weight=1.0",
-        ),
-        (
-            settings.max_source_len is not None and config.encoder is None,
-            f"max_source_len is for models with an encoder, and {config.family} has none: leave it out",
-        ),
-        (
-            devices > 1 and scoring in PLATFORM_OF,  # only attention over pages is sharded by kv head
-            f"scoring {scoring!r} runs on one device, and the model lies on {devices}: give xla, or None",
-        ),
-        (
-            auxiliary and scoring is not None,
-            f"scoring {scoring!r} reads prompts by one model, and here an auxiliary reads them: give None",
-        ),
-        (
-            auxiliary and settings.batch_invariant,
-            "batch_invariant is for one model, and here an auxiliary reads prompts: leave it out",
-        ),
-        (
-            fill and plan.has_fill and not config.fused_fill,
-            f"fill {fill!r} does not support {config.family}: leave it out",
-        ),
-        (
-            fill and not plan.has_fill,
-            f"fill {fill!r} makes a SwiftKV model's upper rows, of form kv; this one is {plan.kind} with "
-            f"rows of form {', '.join(plan.named.forms)}: give None",
-        ),
-    )
-    for refused, why in refusals:
-        if refused:
-            raise UsageError(why)
+    if settings.drafter == "exit" and not settings.drafts:
+        raise UsageError("drafter 'exit' needs drafts of 1 or more, not 0")
+    if settings.exits and not config.exit_head:
+        what = "drafter 'exit'" if settings.drafter == "exit" else f"exit_threshold {settings.exit_threshold}"
+        raise UsageError(f"{what} needs an exit head: train one with train.py --set loss.exit_weight=1.0")
+    if settings.max_source_len is not None and config.encoder is None:
+        raise UsageError(f"max_source_len is of an encoder, and {config.family} has none: leave it out")
+    if devices > 1 and scoring in PLATFORM_OF:  # only attention over pages is sharded by kv head
+        raise UsageError(f"scoring {scoring!r} runs on one device, not on {devices}: give xla, or None")
+    if auxiliary and scoring is not None:
+        raise UsageError(f"scoring {scoring!r} is for one model, and an auxiliary reads prompts: give None")
+    if auxiliary and settings.batch_invariant:
+        raise UsageError("batch_invariant is for one model, and an auxiliary reads prompts: leave it out")
+    if fill and plan.has_fill and not config.fused_fill:
+        raise UsageError(f"fill {fill!r} does not support {config.family}: leave it out")
+    if fill and not plan.has_fill:
+        stored = f"{plan.kind} with rows of form {', '.join(plan.named.forms)}"
+        raise UsageError(
+            f"fill {fill!r} makes rows of form kv of a SwiftKV model; this is {stored}: give None"
+        )
 
 
 def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> None:

@@ -376,11 +376,8 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
         if output and (why := output.sort()):
             say(f"note      answers are in the order in which they came, by index of the input ({why})")
     except KeyboardInterrupt:
-        how = (
-            "run the same command with --resume to finish"
-            if output and args.output != "-"
-            else "nothing is kept"
-        )
+        kept = output and args.output != "-"
+        how = "run the same command with --resume to finish" if kept else "nothing is kept"
         print(f"interrupted after {len(metrics)} of {len(jobs)} prompts: {how}", file=sys.stderr)
         return 130
     except OSError as error:

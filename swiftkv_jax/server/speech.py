@@ -100,11 +100,8 @@ class Listener:
 
         def work():
             recording = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
-            return (
-                recording,
-                *speech.spoken_language(self.llm, recording, call.body.language),
-                self._previous(call),
-            )
+            spoken = speech.spoken_language(self.llm, recording, call.body.language)
+            return recording, *spoken, self._previous(call)
 
         try:
             return await self.service.consult(call.tenant, len(call.sound), work)
