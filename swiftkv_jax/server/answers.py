@@ -58,6 +58,11 @@ class Shape:
         text = item.decoded_token or ""
         return self.spell(token) if self.spell and _NO_CHARACTER in text else text.encode()
 
+    def around(self, index: int, output: CompletionOutput, content: dict, logprobs: dict | None) -> dict:
+        """A choice with this content."""
+        ends = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        return {"index": index} | content | {"logprobs": logprobs} | ends
+
     def envelope(self, kind: str, choices: list[dict]) -> dict:
         """An answer around its choices."""
         return {
@@ -77,13 +82,9 @@ class CompletionShape(Shape):
 
     def choice(self, index: int, output: CompletionOutput, first: bool) -> dict:
         """The choice of a chunk, or of a whole answer, which is one chunk."""
-        return {
-            "index": index,
-            "text": output.text,
-            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs, output.offsets),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+        entries = output.logprobs
+        logprobs = None if entries is None else self._logprobs(entries, output.offsets)
+        return self.around(index, output, {"text": output.text}, logprobs)
 
     final = choice
 
@@ -114,21 +115,16 @@ class ChatShape(Shape):
     def choice(self, index: int, output: CompletionOutput, first: bool) -> dict:
         """The choice of a chunk; the role comes with the first token, not before it."""
         role = {"role": "assistant"} if first else {}
-        return self._around(index, output, "delta", role | {"content": output.text})
+        return self._message(index, output, "delta", role | {"content": output.text})
 
     def final(self, index: int, output: CompletionOutput, first: bool) -> dict:
         """The choice of a whole answer."""
-        return self._around(index, output, "message", {"role": "assistant", "content": output.text})
+        return self._message(index, output, "message", {"role": "assistant", "content": output.text})
 
-    def _around(self, index: int, output: CompletionOutput, name: str, message: dict) -> dict:
-        logprobs = output.logprobs
-        return {
-            "index": index,
-            name: message,
-            "logprobs": None if logprobs is None else {"content": [self._entry(entry) for entry in logprobs]},
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+    def _message(self, index: int, output: CompletionOutput, name: str, message: dict) -> dict:
+        entries = output.logprobs
+        logprobs = None if entries is None else {"content": [self._entry(entry) for entry in entries]}
+        return self.around(index, output, {name: message}, logprobs)
 
     def _entry(self, entry: Mapping[int, Logprob]) -> dict:
         first = next(iter(entry))

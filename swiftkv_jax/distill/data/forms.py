@@ -9,13 +9,7 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.text.messages import message
 
 # Role names in ShareGPT's format -> role names in chat templates.
-_SPEAKERS = {
-    "system": "system",
-    "human": "user",
-    "gpt": "assistant",
-    "user": "user",
-    "assistant": "assistant",
-}
+_SPEAKERS = {"human": "user", "gpt": "assistant"} | {x: x for x in ("system", "user", "assistant")}
 
 
 @dataclass(frozen=True)
