@@ -218,7 +218,7 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
         return
     files = [folder / "tokenizer.json" for folder in (base, auxiliary)]
     same = all(file.is_file() for file in files) and read_json(files[0]) == read_json(files[1])
-    if not same and len({load_tokenizer(folder).ids_fingerprint for folder in (base, auxiliary)}) > 1:
+    if not same and len({load_tokenizer(folder).rust.to_str() for folder in (base, auxiliary)}) > 1:
         raise UsageError(f"{base} and {auxiliary} have different tokenizers: they must read the same tokens")
     most, known = (hf.read_model(folder)[0].vocab_size for folder in (base, auxiliary))
     if most > known and (count := load_tokenizer(base).vocab_size) > known:

@@ -120,11 +120,6 @@ class Tokenizer:
         """A hash that changes whenever the ids of any text or chat may change."""
         return hashlib.sha256((self.rust.to_str() + str(self.chat_template)).encode()).hexdigest()[:16]
 
-    @property
-    def ids_fingerprint(self) -> str:
-        """A hash that changes whenever the ids of any text may change; chat templates do not matter."""
-        return hashlib.sha256(self.rust.to_str().encode()).hexdigest()[:16]
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. A text that already begins with BOS (a rendered chat, say) gets no second one."""
         ids = self._ids(text, add_special_tokens)
