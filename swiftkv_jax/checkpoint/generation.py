@@ -99,7 +99,7 @@ def _older(raw: Mapping, folder: Path) -> dict:
         languages = {name: index for name, index in tokens.items() if _LANGUAGE.fullmatch(name)}
         tasks = {name: tokens[f"<|{name}|>"] for name in _TASKS if f"<|{name}|>" in tokens}
         if not languages or not tasks:
-            missing = f"{folder}: neither generation_config.json nor a tokenizer there names the languages"
+            missing = f"{folder}: no lang_to_id in generation_config.json, and no tokenizer names languages"
             raise UsageError(f"{missing}: copy the former of the model that this one was trained from")
         out |= {"lang_to_id": languages, "task_to_id": tasks}
         out["language"] = next((name for name, index in languages.items() if index in forced[:1]), None)

@@ -72,7 +72,7 @@ def test_settings_follow_from_the_model_and_the_machine():
     assert 1e-3 <= small.optimizer.learning_rate <= 2e-3, "the demo takes 2e-3"
     assert (large.dtype, large.remat, small.dtype, small.remat) == ("bfloat16", True, "float32", False)
     assert large.plan.init_tokens == 65_536 > large.plan.init_tokens // 16 >= 4096, "more than unknowns"
-    alone = settings("llama8b", dataclasses.replace(SLICE, devices=4))
+    alone = settings("llama8b", SLICE._replace(devices=4))
     assert (large.optimizer.accumulate, alone.optimizer.accumulate) == (1, 4), "a row a device"
     for e, lengths in ((large, (2048, 4096)), (small, (512, 2048))):
         assert e.eval_lengths == lengths == tuple(e.held_out())
@@ -89,9 +89,7 @@ def test_rows_are_as_many_as_devices_share_out_and_chats_count_where_the_assista
     texts = made.texts(tmp_path / "texts.jsonl")
     for sources, mask in (([str(tmp_path / "chats.jsonl")], "assistant"), ([texts], "all")):
         for devices in (1, 3, 16):
-            data = distil.data_for(
-                sources, made.CONFIG, tokenizer, dataclasses.replace(SLICE, devices=devices), None
-            )
+            data = distil.data_for(sources, made.CONFIG, tokenizer, SLICE._replace(devices=devices), None)
             assert data.batch_size % devices == 0 and data.seq_len == 64 and data.mask == mask
     base = load_tokenizer(made.teacher(tmp_path / "base"))
     data = distil.data_for([str(tmp_path / "chats.jsonl")], made.CONFIG, base, CPU, None)
