@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hub_made import Hub
 from tiny_models import WORDS, tiny
-from tokenizers_made import CHATML, END, make_tokenizer
+from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.write import GENERATION_FILES, TOKENIZER_FILES
@@ -152,19 +152,3 @@ def test_a_link_to_outside_the_models_folder_is_not_copied(tmp_path):
     with pytest.raises(skv.UsageError, match=r"merges\.txt is a link that leaves its folder"):
         skv.save_pretrained(tmp_path / "out", model, params)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_without_a_tokenizer_warns_and_takes_token_ids(tmp_path):
-    skv.save_pretrained(tmp_path, *tiny(CONFIG, KVPlan.standard(2)))
-    with pytest.warns(skv.UsageWarning, match="no tokenizer in .*: prompts must be token ids") as caught:
-        llm = skv.LLM(tmp_path, max_num_seqs=2)
-    assert len(caught) == 1
-    output = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0]
-    assert len(output.token_ids) == 4 and output.text == ""
-    with_words = skv.LLM(tmp_path, tokenizer=make_tokenizer(tmp_path / "words"), max_num_seqs=2)
-    assert (
-        with_words.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == output.token_ids
-    )
-    for prompt in ("the cat", {"messages": [{"role": "user", "content": END}]}):
-        with pytest.raises(skv.UsageError, match=r"^prompts\[1\] is text, and the model has no tokenizer"):
-            llm.generate([[5], prompt], GREEDY)

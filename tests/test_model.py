@@ -260,24 +260,6 @@ def test_long_sequences_are_attended_in_blocks():
         np.testing.assert_allclose(got, want[0, start:stop], rtol=0, atol=2e-5)  # sums of 1100 terms
 
 
-@pytest.mark.slow
-def test_dynamic_rope_is_fixed_at_the_capacity():
-    """`forward` follows the length, as transformers does; a cache has one length for all: its capacity."""
-    config = dataclasses.replace(
-        PLAIN, rope=RopeConfig(rope_type="dynamic", factor=2.0), max_position_embeddings=16
-    )
-    model, params = tiny(config, PLANS["split2"])
-    tokens = sequences(1, (40,))
-    want = np.asarray(full_logits(model, params, tokens))
-    shorter = np.asarray(full_logits(model, params, tokens[:, :20]))
-    assert np.abs(shorter - want[:, :20]).max() > 1e-2
-    cache = Cache.dense(config, model.plan, 1, 40, jnp.float32)
-    for start in (0, 20):
-        ids, at = tokens[0, start : start + 20], np.arange(start, start + 20, dtype=np.int32)
-        got, cache = run_step(model, params, ids, at, np.array([0, 20], np.int32), np.arange(20), cache)
-        np.testing.assert_allclose(got, want[0, start : start + 20], rtol=0, atol=1e-5)
-
-
 def test_step_computes_no_cosine_over_rows_stored_rotated():
     """Rotary angles come from the cache's table. Keys before rotation (`k`) are turned by angles computed as
     they are read."""
@@ -345,20 +327,33 @@ def test_the_flax_module_is_the_plain_functions():
 LLAMA_8B = sized(128256, 4096, 14336, 32, 32, 8, 128)
 
 
+# As OPT-6.7B: multi-head, without rotary embedding; and with heads that are wider than the stream.
+OPT_7B = dataclasses.replace(LLAMA_8B, num_kv_heads=32, rope=RopeConfig(rope_type="none"))
+WIDE = dataclasses.replace(OPT_7B, hidden_size=1024)
+FORMS = KVPlan.standard(32).stored_as
+
+
 @pytest.mark.parametrize(
-    "plan, dtype, want",
+    "config, plan, dtype, want",
     [
-        (KVPlan.standard(32), "bfloat16", 131072),  # 32 rows x 2 x 1024 x 2 bytes
-        (KVPlan.swiftkv(32, 16), "bfloat16", 131072),
-        (KVPlan.swiftkv(32, 16, 2), "bfloat16", 98304),
-        (KVPlan.swiftkv(32, 16, 4), "bfloat16", 81920),
-        (KVPlan.swiftkv(32, 16, 16), "float32", 139264),
-        (KVPlan.merge_all(32), "bfloat16", 4096),
+        (LLAMA_8B, KVPlan.standard(32), "bfloat16", 131072),  # 32 rows x 2 x 1024 x 2 bytes
+        (LLAMA_8B, KVPlan.swiftkv(32, 16), "bfloat16", 131072),
+        (LLAMA_8B, KVPlan.swiftkv(32, 16, 2), "bfloat16", 98304),
+        (LLAMA_8B, KVPlan.swiftkv(32, 16, 4), "bfloat16", 81920),
+        (LLAMA_8B, KVPlan.swiftkv(32, 16, 16), "float32", 139264),
+        (LLAMA_8B, KVPlan.merge_all(32), "bfloat16", 4096),
+        (OPT_7B, FORMS("kv"), "bfloat16", 524288),  # 32 rows x 2 x 4096 x 2 bytes
+        (OPT_7B, FORMS("v"), "bfloat16", 262144),
+        (OPT_7B, FORMS("x"), "float32", 524288),
+        (OPT_7B, FORMS("v"), "int8", 131200),  # 4 bytes more a row, its scale
+        (WIDE, FORMS("x"), "bfloat16", 65536),
+        (WIDE, FORMS("x"), "int8", 32896),
+        (WIDE, FORMS(*["kv", "k", "v", "x"] * 8), "bfloat16", 278528),  # 8 x (4 x 4096 + 1024) x 2 bytes
     ],
 )
-def test_cache_bytes_per_token_are_the_plans(plan, dtype, want):
-    """Read from the arrays, for Llama-3.1-8B's shape."""
-    cache = Cache.dense(LLAMA_8B, plan, sequences=2, capacity=3, dtype=dtype)
+def test_cache_bytes_per_token_are_the_plans(config, plan, dtype, want):
+    """Read from the arrays, for the shapes of Llama-3.1-8B and OPT-6.7B."""
+    cache = Cache.dense(config, plan, sequences=2, capacity=3, dtype=dtype)
     tokens = 3 * 3  # two sequences of one page, and the scratch page
     assert sum(x.nbytes for x in jax.tree.leaves(cache.stores)) / tokens == cache.bytes_per_token == want
 
@@ -375,26 +370,3 @@ def test_kernel_of_applies_the_scale_of_8_bit_weights():
         np.testing.assert_array_equal(kernel_of(one), whole[i])
         np.testing.assert_allclose(linear(x, one), x @ whole[i], rtol=1e-5)
     assert kernel_of({"kernel": stack["kernel"]}) is stack["kernel"]
-
-
-# As OPT-6.7B: multi-head, without rotary embedding; and with heads that are wider than the stream.
-OPT_7B = dataclasses.replace(LLAMA_8B, num_kv_heads=32, rope=RopeConfig(rope_type="none"))
-WIDE = dataclasses.replace(OPT_7B, hidden_size=1024)
-
-
-@pytest.mark.parametrize(
-    "config, forms, dtype, want",
-    [
-        (OPT_7B, "kv", "bfloat16", 524288),  # 32 rows x 2 x 4096 x 2 bytes
-        (OPT_7B, "v", "bfloat16", 262144),
-        (OPT_7B, "x", "float32", 524288),
-        (OPT_7B, "v", "int8", 131200),  # 4 bytes more a row, its scale
-        (WIDE, "x", "bfloat16", 65536),
-        (WIDE, "x", "int8", 32896),
-        (WIDE, "kv k v x", "bfloat16", 278528),  # 8 x (4 x 4096 + 1024) x 2 bytes
-    ],
-)
-def test_bytes_of_rows_of_other_forms_are_the_plans(config, forms, dtype, want):
-    each = forms.split() * (32 // len(forms.split()))
-    cache = Cache.dense(config, KVPlan.standard(32).stored_as(*each), 2, 3, dtype=dtype)
-    assert sum(x.nbytes for x in jax.tree.leaves(cache.stores)) / 9 == cache.bytes_per_token == want

@@ -2,22 +2,16 @@
 
 import dataclasses
 import json
-import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import wheels
-from documents import shell
 
-from benchmarks.device import __main__ as command
 from benchmarks.device import engine, ledger, order
-from benchmarks.device.shapes import shape_of
 
 ROOT = Path(__file__).parents[2]
-LLAMA = shape_of("llama8b")
 WHERE = {"device": "NVIDIA H100 80GB HBM3", "versions": {"jax": "0.11.2"}, "status": "done"}
 
 
@@ -101,77 +95,6 @@ def test_what_failed_or_was_cut_is_measured_again_and_keeps_its_parts(tmp_path):
         again = ledger.Ledger([tmp_path])
         again.where = WHERE
         assert again.done(line) is None and again.entries[book.key(line)]["ttft_ms"] == 3.0
-
-
-def run(monkeypatch, *flags: str) -> int:
-    monkeypatch.setattr("sys.argv", ["device", *flags])
-    return command.main()
-
-
-# A worker without JAX: every task has a result at once, but a kernel of chunks dies, one of fills is refused.
-STUB = """
-import json, os, sys
-print(json.dumps({"ready": True}), flush=True)
-size = {"seconds": 0.5, "beside": 1.0, "off": 0.0, "bytes": 1e12, "flops": 1e12}
-parts = {
-    "hardware": {"platform": "gpu", "device": "NVIDIA H100 80GB HBM3", "versions": {}, "xla_flags": ""},
-    "ceilings": {"bytes": 3e12, "flops": 8e14},
-    "examine": {"right": True, "why": "", "error": 0.0, "64": size},
-    "engine": {"prompt_tokens_per_s": 1.0, "ttft_ms": 1.0, "tpot_ms": 1.0, "tokens_per_s": 1.0,
-        "bytes_per_step": 1.0},
-    "train": {"probe": [1.0], "grad_norm": 1.0, "step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.1,
-        "temporary_gib": 1.0},
-    "teacher": {"answers": ["no"] * 20},
-    "student": {"answers": ["yes"] * 20},
-    "transformers": {"ttft_ms": 1.0},
-    "launches": {"call_us": 1.0},
-}
-for line in sys.stdin:
-    asked = json.loads(line)
-    name = asked["args"].get("name"), asked["args"].get("call", {}).get("kind")
-    print(json.dumps({"part": parts[asked["task"]]}), flush=True)
-    if name == ("pallas_gpu", "chunk"):
-        os.abort()
-    failed = {"failed": "UnsupportedError: no", "details": "Traceback of it", "fatal": False}
-    print(json.dumps(failed if name == ("pallas_gpu", "fill") else {"done": True}), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_the_readmes_commands_leave_results_at_every_moment_and_the_second_measures_what_failed(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
-    (tmp_path / "smollm2.gguf").touch()
-    first, second, *others = (shlex.split(each.text)[3:] for each in shell(r"python -m benchmarks\.device "))
-    assert all(run(monkeypatch, *flags) == 0 for flags in others)
-    stub, path, moments = tmp_path / "stub.py", tmp_path / "device" / "ledger.json", []
-    stub.write_text(STUB)
-    monkeypatch.setattr(command, "WORKER", (sys.executable, str(stub)))
-    write = command.write_whole
-
-    def entries() -> dict[str, dict]:
-        return {entry["line"]: entry for entry in json.loads(path.read_text()).values()}
-
-    def written(place, text) -> None:
-        write(place, text)
-        now = entries()
-        assert all(f"| {name} |" in text for name, entry in now.items() if entry["status"] == "done")
-        moments.append([entry["status"] for entry in now.values()])
-
-    monkeypatch.setattr(command, "write_whole", written)
-    assert run(monkeypatch, *first, "--minutes", "30", "--model", str(ROOT / "demo" / "teacher")) == 0
-    assert sum("running" in states for states in moments) >= 30  # while a line runs it is known as running
-    before = entries()
-    failed = {name for name, entry in before.items() if entry["status"] == "failed"}
-    kinds = (("chunk", 64), ("chunk", 128), ("fill", 64))
-    assert failed == {f"{kind}, page {n}: pallas_gpu" for kind, n in kinds}
-    capsys.readouterr()
-    assert run(monkeypatch, *second, "--minutes", "30") == 0
-    told = capsys.readouterr().out
-    assert told.count(": done on ") == len(before) - len(failed)
-    assert all(f"] {name}: failed" in told for name in failed) and entries().keys() == before.keys()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers_made import make_tokenizer
 
-from swiftkv_jax.checkpoint.adapter import check_tokenizers, fingerprint, from_pretrained, save_pretrained
+from swiftkv_jax.checkpoint.adapter import fingerprint, from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import Prediction
@@ -95,15 +95,6 @@ def test_a_base_that_moved_is_found_where_the_caller_says(made, tmp_path):
     assert from_pretrained(home / "adapter", base=home / "base")[0] == model
     (home / "adapter" / "kv_prediction.json").write_text(json.dumps(said | {"base": "../base"}))
     assert from_pretrained(home / "adapter")[0] == model
-
-
-def test_a_folder_that_exists_is_replaced(made, tmp_path):
-    folder, model, params = made
-    (tmp_path / "out" / "auxiliary").mkdir(parents=True)
-    (tmp_path / "out" / "auxiliary" / "stale.txt").write_text("old")
-    save_pretrained(tmp_path / "out", model, params, base=folder / "base")
-    assert from_pretrained(tmp_path / "out")[0] == model
-    assert not (tmp_path / "out" / "auxiliary" / "stale.txt").exists()
 
 
 def test_a_plain_model_replaces_an_adapter_and_an_adapter_a_plain_model(made, tmp_path):
@@ -219,14 +210,6 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_to_other_sizes(made, tmp_pa
     tokens = jnp.asarray(hf_models.tokens(9) % count)
     got, want = (predict.forward(whole, p, tokens) for p in (tree, parts))
     np.testing.assert_array_equal(got, want)
-
-
-def test_an_auxiliary_with_fewer_embeddings_than_tokens_is_refused(made, tmp_path):
-    folder, _, _ = made
-    small = hf_models.build("qwen3", vocab_size=200, num_hidden_layers=2)
-    make_tokenizer(hf_models.save(small, tmp_path / "small"))
-    with pytest.raises(UsageError, match=r"has \d+ tokens and the model in .*small has 200"):
-        check_tokenizers(folder / "base", tmp_path / "small")
 
 
 def spoil(path, **changes):

@@ -280,14 +280,6 @@ def test_unsupported_or_inconsistent_metadata_is_refused_in_a_line(metadata, tmp
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_key_of_the_architecture_is_a_warning(tmp_path):
-    path = gguf_made.write(
-        tmp_path / "model.gguf", gguf_made.build("llama"), metadata={"llama.attention.new_thing": 0.5}
-    )
-    with pytest.warns(UsageWarning, match=r"llama\.attention\.new_thing=0\.5"):
-        from_pretrained(path)
-
-
 def text(value: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(value) if length is None else length) + value
 
@@ -347,13 +339,6 @@ def test_values_that_are_not_finite_are_refused(tmp_path):
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("inf")
     path = gguf_made.write(tmp_path / "model.gguf", model, "F16")
     with pytest.raises(UsageError, match=r"blk\.1\.ffn_up\.weight holds values that are not finite"):
-        from_pretrained(path)
-
-
-def test_two_names_of_one_tensor_are_refused(tmp_path):
-    more = {"blk.00.attn_norm.weight": np.ones(64, np.float32)}
-    path = gguf_made.write(tmp_path / "model.gguf", gguf_made.build("llama"), tensors=more)
-    with pytest.raises(UsageError, match="occurs twice, under two names"):
         from_pretrained(path)
 
 

@@ -322,13 +322,6 @@ def test_only_safetensors_is_read(tmp_path):
         from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./no_such_folder", "~/no_such_folder", "a/b/c"])
-def test_a_missing_folder_is_refused(path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    with pytest.raises(UsageError, match="no such folder: "):
-        from_pretrained(path)
-
-
 def test_a_hub_id_is_fetched_once_and_without_pickles(tmp_path, monkeypatch):
     _, params = saved(tmp_path)
     asked = []

@@ -222,18 +222,6 @@ def test_gradients_of_the_loss_reach_the_key_and_value_projections(exported):
         assert part.weight.grad.abs().max() > 0
 
 
-def test_bfloat16_is_loaded_as_it_is_and_as_float32(tmp_path):
-    model, params = student("mistral", 2)
-    skv.save_pretrained(tmp_path, model, params, dtype="bfloat16")
-    assert load(tmp_path).dtype == torch.bfloat16
-    again, rounded = skv.from_pretrained(tmp_path, dtype="float32")
-    ids = np.array([prompts()[0]])
-    want = np.asarray(again.apply({"params": rounded}, jnp.array(ids)))
-    with torch.no_grad():
-        got = load(tmp_path, dtype=torch.float32)(torch.tensor(ids)).logits
-    np.testing.assert_allclose(got, want, atol=1e-4)
-
-
 def test_files_saved_by_pytorch_are_read_and_load_again(exported, tmp_path):
     folder = exported("qwen2", 2)
     load(folder).save_pretrained(tmp_path)

@@ -136,17 +136,6 @@ def test_a_step_trains_the_head_in_float32_and_evaluation_measures_it():
     assert shown["exit_kl"] > 0
 
 
-@pytest.mark.slow
-def test_micro_batches_add_up_to_the_batch():
-    _, _, recipe, trained, frozen = prepared()
-    cut = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, accumulate=3))
-    state = steps.init_state(recipe, trained)
-    _, one = jax.jit(partial(steps.train_step, recipe))(frozen, state, batch())
-    _, three = jax.jit(partial(steps.train_step, cut))(frozen, state, batch())
-    for name in ("exit_kl", "loss", "grad_norm"):
-        np.testing.assert_allclose(one[name], three[name], rtol=1e-4)
-
-
 def test_round_trip_on_disk_and_nothing_else_changes_its_name(tmp_path):
     for head in (True, False):
         config = dataclasses.replace(tiny.ODD, family="llama", exit_head=head, **PUBLISHED)

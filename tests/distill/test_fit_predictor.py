@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny_models import ODD, PLAIN, tiny
 
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, weights
 from swiftkv_jax.core.ends import embed
@@ -86,11 +85,3 @@ def test_least_squares_gives_the_identity_if_the_base_is_its_own_auxiliary():
     got = fit(model, both, batches(), ridge=0.0)
     want = predict.identity(model)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-3), got, want)
-
-
-def test_fewer_tokens_than_a_row_is_wide_are_refused():
-    base, params = tiny(PLAIN, KVPlan.standard(4))
-    model = Predicted(base, base, Prediction((0, 1, 2, 3)))
-    few = dataclasses.replace(batches(1)[0], segments=jnp.zeros((3, 40), jnp.int32).at[0, :24].set(1))
-    with pytest.raises(UsageError, match="25 unknowns an output and 24 tokens"):
-        fit(model, {"base": params, "auxiliary": params}, [few])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny_models import sized
 
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.ends import embed
@@ -223,11 +222,3 @@ def test_padding_is_left_out():
     assert not all((a.tokens == b.tokens).all() for a, b in zip(data, other, strict=True))
     once, again = (fitted(model, params, plan, d, 1e-4)[2] for d in (data, other))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), once, again)
-
-
-def test_too_few_tokens_are_refused_with_a_remedy():
-    model, params = teacher_of()
-    batch = batches(1)[0]
-    few = dataclasses.replace(batch, segments=jnp.where(jnp.arange(40) < 5, batch.segments, 0))
-    with pytest.raises(UsageError, match=r"24 unknowns an output and 15 tokens .* raise plan\.init_tokens"):
-        fitted(model, params, KVPlan.swiftkv(LAYERS, SPLIT), [few], 1e-4)

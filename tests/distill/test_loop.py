@@ -1,7 +1,6 @@
 """Runs of train.py as a user starts them: killed, resumed, interrupted, misled; each against the undisturbed
 run."""
 
-import dataclasses
 import json
 import os
 import random
@@ -24,9 +23,6 @@ from swiftkv_jax.cli.train import main
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.distill import kernels
-from swiftkv_jax.distill.config import AttentionConfig
-from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 40
@@ -165,16 +161,6 @@ def undisturbed(config, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.slow
-def test_held_out_figures_are_of_each_context_length(undisturbed):
-    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    evaluated = [row for row in rows if "eval/24/kl" in row]
-    assert [row["step"] for row in evaluated] == [16, 32, STEPS]
-    teacher = [[row[f"eval/{length}/teacher_cross_entropy"] for row in evaluated] for length in (8, 24)]
-    assert len(set(teacher[0])) == len(set(teacher[1])) == 1 and teacher[0] != teacher[1]
-    assert all(row[f"eval/{length}/kl"] > 0 for row in evaluated for length in (8, 24))
-
-
 def killed_and_resumed(config: Path, out: Path, kills: int, seed: int) -> None:
     """kill -9 at `kills` random moments, start-up, steps and checkpoints alike, then a run to the end."""
     chance = random.Random(seed)
@@ -226,23 +212,6 @@ def test_a_signal_saves_and_leaves(config, undisturbed, tmp_path, number, code):
 
 
 @pytest.mark.slow
-def test_a_flipped_byte_falls_back_to_the_older_checkpoint(config, undisturbed, tmp_path):
-    import shutil
-
-    out = tmp_path / "run"
-    shutil.copytree(undisturbed, out)
-    newest = max((out / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(bytes(data))
-    done = run(config, out, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert f"checkpoint {STEPS} rejected" in done.stdout and "resumed from step 36" in done.stdout
-    assert_same_run(out, undisturbed)
-
-
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(config, tmp_path):
     done = run(
         config, tmp_path / "run", "--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup=0.0"
@@ -274,38 +243,6 @@ NO_TEACHER = ["--set", "loss.lm_weight=1", "--set", "loss.kl_weight=0"]
 def test_bad_usage_is_one_line_and_exit_code_2(config, tmp_path, capsys, more, message):
     assert message in refused(capsys, config, tmp_path / "run", *more)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_the_chosen_attention_trains_is_printed_and_not_saved_in_the_config(
-    config, tmp_path, capsys, monkeypatch
-):
-    """A run that goes on elsewhere chooses anew: what was right here is nothing that the config names."""
-    called, plain = [], CAUSAL_ATTENTION["xla"]
-
-    def attend(*args, **how):
-        called.append(how)
-        return plain.run(*args, **how)
-
-    monkeypatch.setitem(CAUSAL_ATTENTION, "xla", dataclasses.replace(plain, run=attend))
-    found = AttentionConfig(cpu="xla"), "checked on a chip"
-    monkeypatch.setattr(kernels, "choose", lambda experiment: found)
-    few = "steps=1 plan.init=fold evaluate_every=0 checkpoint_every=0"
-    sets = [word for field in few.split() for word in ("--set", field)]
-    assert main(command(config, tmp_path / "run", *sets)[2:]) == 0
-    assert "kernels: causal_attention xla (checked on a chip)" in capsys.readouterr().out
-    assert called and json.loads((tmp_path / "run" / "config.json").read_text())["attention"]["cpu"] is None
-
-
-@pytest.mark.slow
-def test_resume_with_another_model_is_refused(config, undisturbed, capsys):
-    said = refused(capsys, config, undisturbed, "--resume", "--set", "plan.share=1")
-    assert f"{undisturbed}/config.json belongs to another run: plan.share is 2 there, 1 here. Use" in said
-
-
-@pytest.mark.slow
-def test_a_second_run_does_not_overwrite_the_first(config, undisturbed, capsys):
-    assert "already holds a run" in refused(capsys, config, undisturbed)
 
 
 @pytest.mark.slow
@@ -395,14 +332,6 @@ def test_a_folder_that_holds_a_run_is_refused_by_all_processes(config, undisturb
     for refused in refused_soon([large] * count):
         said = refused.stderr.splitlines()[-1]
         assert said.startswith(f"error: {undisturbed}") and why in said
-
-
-@pytest.mark.slow
-def test_configs_that_differ_are_refused_by_both_processes_before_the_first_step(config, tmp_path):
-    out = tmp_path / "run"
-    for refused in refused_soon([command(config, out), command(config, out, "--set", "steps=7")]):
-        assert "the config of process 1 differs from that of process 0" in refused.stderr.splitlines()[-1]
-    assert not (out / "metrics.jsonl").exists()
 
 
 ENDLESS = "steps=1000000 optimizer.schedule=constant optimizer.warmup=0.0 checkpoint_every=0 evaluate_every=0"

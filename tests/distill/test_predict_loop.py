@@ -1,9 +1,6 @@
 """Runs of train.py that train KV prediction: the adapter they leave, resumed runs, and what is refused."""
 
 import json
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import jax
@@ -11,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from test_loop import ROOT, assert_same_run, command, environment, final_state, losses, run
+from test_loop import ROOT, assert_same_run, final_state, losses
 from tokenizers_made import CHATML, make_tokenizer
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained
@@ -94,23 +91,6 @@ def test_a_run_that_is_cut_off_and_resumed_is_the_undisturbed_one(config, undist
     assert "resumed from step 4" in said and not any("least squares" in line for line in said)
     assert_same_run(tmp_path / "run", undisturbed, *FILES)
     assert sorted(losses(undisturbed)) == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
-def test_kill_9_loses_nothing_but_steps(config, tmp_path):
-    """The run is compared with one in a separate process, because another thread count rounds differently."""
-    assert run(config, tmp_path / "whole").returncode == 0
-    out = tmp_path / "run"
-    child = subprocess.Popen(command(config, out), env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL)
-    while child.poll() is None and not (
-        (out / "metrics.jsonl").exists() and max(losses(out), default=0) >= 6
-    ):
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    done = run(config, out, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert_same_run(out, tmp_path / "whole", *FILES)
 
 
 def served_as_defined(folder: Path) -> None:

@@ -230,23 +230,6 @@ def test_evaluation_is_of_the_base_on_predicted_rows():
 # ---- laws --------------------------------------------------------------------------------------------
 
 
-def test_a_base_that_is_its_own_auxiliary_has_nothing_to_learn():
-    """Identity predictor and map: no rows to bring nearer, no slope of them, the base's own cross-entropy."""
-    base, params = tiny(NORMED, STANDARD)
-    model = Predicted(base, base, Prediction(tuple(range(4))))
-    parts = {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
-    batch = packed_batch()
-    only_rows = PredictionLossConfig(lm_weight=0.0, aux_weight=0.0, rows_weight=1.0)
-    value, found, grads = terms(recipe_of(model, only_rows), parts, batch)
-    assert value == found["rows"] == 0
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
-    _, found, _ = terms(recipe_of(model, dataclasses.replace(ALL, z_loss=0.0)), parts, batch)
-    scores = logits(base, params, forward(base, params, batch.tokens, batch.positions, batch.segments))
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), batch.targets[..., None], -1)[..., 0]
-    np.testing.assert_allclose(found["lm"], -(chosen * batch.mask).sum() / batch.mask.sum(), rtol=1e-6)
-    assert found["lm"] == pytest.approx(found["aux"], rel=1e-6) and abs(found["kl"]) < 1e-6
-
-
 def test_steps_move_the_auxiliary_and_the_predictor_and_nothing_of_the_base():
     """20 steps; the base byte for byte, and less loss."""
     model, params = pair("standard")
@@ -270,19 +253,3 @@ def test_steps_move_the_auxiliary_and_the_predictor_and_nothing_of_the_base():
         if np.array_equal(a, b)
     ]
     assert not still and losses[-1] < 0.9 * losses[0], (still, losses)
-
-
-@pytest.mark.slow
-def test_micro_batches_add_up_to_the_batch():
-    model, params = pair("standard")
-    trained, frozen = split(params)
-    batch, found = packed_batch(), []
-    for pieces in (1, 2):
-        recipe = recipe_of(model, remat=pieces == 1, accumulate=pieces)
-        state = steps.init_state(recipe, steps.masters(trained))
-        found.append(jax.jit(partial(steps.train_step, recipe))(frozen, state, batch))
-    (one, first), (two, second) = found
-    for name in first:
-        np.testing.assert_allclose(first[name], second[name], rtol=1e-4)
-    for a, b in zip(jax.tree.leaves(one.optimizer), jax.tree.leaves(two.optimizer), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)

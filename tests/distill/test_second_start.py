@@ -55,12 +55,6 @@ def first(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_a_second_run_compiles_nothing(first, tmp_path):
-    (asked, found, compiled), said = start(first[0], tmp_path / "run")
-    assert compiled == 0 and found == asked > 20, said
-
-
-@pytest.mark.slow
 def test_a_resumed_run_compiles_nothing(first, tmp_path):
     """As if it had been killed after its second step."""
     cache, whole = first

@@ -156,20 +156,6 @@ def hub(tmp_path, monkeypatch):
     return save
 
 
-def test_openhermes_and_slimorca(hub):
-    hub(
-        "teknium/OpenHermes-2.5",
-        "train",
-        [{"conversations": SHARE, "source": "airoboros", "id": None, "system_prompt": None}],
-    )
-    orca = [turn | {"weight": None if turn["from"] != "gpt" else 1.0} for turn in SHARE]
-    hub("Open-Orca/SlimOrca", "train", [{"conversations": orca}] * 3)
-    documents = open_documents(["hf://teknium/OpenHermes-2.5", "hf://Open-Orca/SlimOrca[train[:2]]"])
-    assert [d.messages for d in documents] == [SHARED] * 3
-    content = json.dumps(SHARED, ensure_ascii=False, sort_keys=True)
-    assert {d.id for d in documents} == {sha256(content.encode()).hexdigest()}
-
-
 def test_the_sources_of_the_published_recipes_load_together(hub):
     """Rows of the columns that the hub's parquet files have, from the paper's data and the reference's."""
     asked, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}

@@ -113,19 +113,6 @@ def test_three_hundred_random_prompts(plan):
     assert all_free(llm.engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["standard", "swiftkv"])
-def test_a_prefix_hit_reuses_all_rows(plan):
-    llm, prompt = make(plan), tiny.prompts((40,))[0]
-    first = run(llm, [prompt])
-    cold = llm.engine.stats.prompt_tokens
-    assert tokens(run(llm, [prompt])) == tokens(first) == [tiny.greedy(*model(plan), prompt, 10)]
-    assert cold == 40 and llm.engine.stats.prompt_tokens == 8  # four of five pages; one token must run
-    longer = [*prompt, *first[0].outputs[0].token_ids, 7]
-    assert tokens(run(llm, [longer])) == [tiny.greedy(*model(plan), longer, 10)]
-    assert llm.engine.stats.prompt_tokens == 51 - 48  # what was generated is shared too
-
-
 def test_drafts_change_no_token_greedy_or_sampled():
     """Of prompts whose greedy continuation the n-gram lookup can sometimes guess."""
     plain, guessing = make(), make(drafts=3)

@@ -133,16 +133,6 @@ def test_a_page_with_a_token_of_the_tail_is_not_shared():
 
 
 @pytest.mark.slow
-def test_completions_of_one_prompt_share_what_the_auxiliary_read():
-    params = SamplingParams(temperature=0.8, max_tokens=8, n=3, seed=11, ignore_eos=True)
-    prompt = tiny.prompts((21,), seed=2)
-    (together,) = tiny.run(make(), prompt, params)
-    for child, output in enumerate(together.outputs):
-        one = dataclasses.replace(params, n=1, seed=11 + child)
-        assert tiny.tokens(tiny.run(make(prefix_caching=False), prompt, one)) == [output.token_ids]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("plan, lanes", [("standard", 1), ("swiftkv", 3)])
 def test_nothing_compiles_after_the_engine_says_it_is_ready(plan, lanes):
     llm, want = make(plan, max_num_seqs=lanes, max_num_batched_tokens=64), wanted(plan)

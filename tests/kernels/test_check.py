@@ -120,14 +120,6 @@ def test_a_hanging_candidate_is_killed_within_the_limits(strange, folder):
 
 
 @pytest.mark.slow
-def test_a_kernel_must_be_correct_and_five_per_cent_faster_to_be_chosen(strange, folder):
-    table, limits = {"decode": ("safe", "nearly", "fast")}, Limits(each=200.0, total=600.0)
-    found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
-    assert found.names == {"decode": "fast"} and all(line["right"] for line in found.results.values())
-    assert choose("decode", ("safe", "nearly"), found.results) == "safe"
-
-
-@pytest.mark.slow
 def test_every_kind_of_call_is_checked_and_timed(folder):
     """XLA's own implementations are checked and timed in this process."""
     two = ("xla", "reference")
@@ -146,30 +138,6 @@ def test_every_kind_of_call_is_checked_and_timed(folder):
                 "train": {"320", "320, window 100"},
             }
             assert decide.sizes_of(found).keys() == sizes[call.kind]
-
-
-@pytest.mark.slow
-def test_chunks_that_are_slow_with_many_prompts_are_not_chosen(monkeypatch):
-    def taking(alone: float, many: float):
-        """The definition, in so many seconds for one sequence, and for several."""
-
-        def run(q, k, v, table, *args, **options):
-            took = faulty_kernels.within(alone if len(table) == 1 else many)
-            return took(q, k, v, table, *args, **options)
-
-        return Implementation(run)
-
-    names = ("safe", "fast", "crowded")
-    for name, seconds in zip(names, ((0.02, 0.02), (0.005, 0.005), (0.005, 0.06)), strict=True):
-        monkeypatch.setitem(PAGED_ATTENTION, name, taking(*seconds))
-    chunk, lines = dataclasses.replace(DECODE, kind="chunk"), {}
-    for name in names:
-        line = lines[f"chunk: {name}"] = {"status": "done"}
-        for part in calls.examine(dataclasses.asdict(chunk), name, "safe", None):
-            line |= part
-    assert all(decide.is_right(line) for line in lines.values())
-    assert choose("chunk", ("safe", "crowded"), lines) == "safe"
-    assert choose("chunk", names, lines) == "fast"
 
 
 @jax.custom_vjp

@@ -15,7 +15,7 @@ from tiny_models import ODD, PLAIN, tiny
 
 from benchmarks.papers import baselines
 from benchmarks.papers.baselines import FFNSkip, LazyLLM, RandomPruning, StaticPruning, dense, generate, read
-from benchmarks.papers.baselines.dense import State, Work
+from benchmarks.papers.baselines.dense import Work
 from benchmarks.papers.baselines.pruning import chosen
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
@@ -215,15 +215,6 @@ def test_lazy_llm_agrees_with_a_set_based_reference(plain, rows, follow, revive)
     assert taken_up if revive != 0 else not taken_up
 
 
-@pytest.mark.slow
-def test_lazy_llm_with_room_for_every_token_is_the_one_without_a_limit(follow):
-    unlimited, limited, less = (
-        follow(dataclasses.replace(SOME["lazy"], revive=most)) for most in (None, max(LENGTHS) + EXTRA, 0)
-    )
-    jax.tree.map(np.testing.assert_array_equal, unlimited, limited)
-    assert (unlimited.held != less.held).any()
-
-
 @pytest.mark.slow("standard")
 def test_ffn_skip_leaves_out_the_ffns_behind_a_cosine_that_reaches_the_threshold(plain, rows, follow):
     tokens, lengths = rows
@@ -240,19 +231,6 @@ def test_ffn_skip_leaves_out_the_ffns_behind_a_cosine_that_reaches_the_threshold
             assert steps.work.mlps[step, :, row].tolist() == ran.tolist()
             skipped += sum(map(len, oracle.skipped))
     assert skipped > 10
-
-
-@pytest.mark.slow("student")
-def test_one_sequence_alone_skips_an_ffn_by_a_condition(model, params):
-    """Generating, an FFN that may be skipped stands in a branch; for several sequences all run."""
-    for sequences, count in ((1, len(SOME["skip"].middle(LAYERS))), (4, 0)):
-        state = State(dense.empty(model, sequences, 8), jnp.full(sequences, 3))
-        trace = jax.make_jaxpr(lambda token, state: SOME["skip"].extend(model, params, token, state))
-        found = trace(jnp.zeros(sequences, jnp.int32), state).eqns
-        branches = [e.params["branches"] for e in found if e.primitive.name == "cond"]
-        with_products = [["dot_general" in str(branch) for branch in each] for each in branches]
-        assert sum(map(any, with_products)) == count
-        assert not any(map(all, with_products))
 
 
 @pytest.mark.slow
@@ -290,15 +268,6 @@ def test_given_tokens_are_scored_like_generated_ones(model, params, rows, follow
     want = steps - np.log(np.exp(steps).sum(-1, keepdims=True))
     close(got, want[np.arange(EXTRA), after])
     assert likeliest.tolist() == (want.argmax(-1) == after).tolist()
-
-
-@pytest.mark.slow
-def test_streamed_tokens_equal_the_generated_ones(model, params):
-    prompt, baseline = [5, 6, 7, 8, 9, 1, 2, 3, 11], SOME["random"]
-    want = generate(model, params, baseline, [prompt], 20)[0]
-    assert list(baselines.stream(model, params, baseline, prompt, 20)) == want
-    likeliest = baselines.follow(model, params, baseline, prompt, want)[1]
-    assert likeliest.all() and len(set(want)) > 1
 
 
 def test_flops_are_those_counted_by_hand():

@@ -12,7 +12,6 @@ from benchmarks.papers.prediction_flops import (
     Sizes,
     baselines,
     lazy_as_run,
-    lazy_llm,
     pairs,
     prediction_table,
     pruned,
@@ -81,21 +80,6 @@ def test_full_depth_is_the_flops_table_of_a_standard_model():
     assert got["full_depth"] == pytest.approx(table["total"] - table["vocab"], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "base, auxiliary, shares",
-    [
-        ("meta-llama--Llama-3.1-8B-Instruct", "meta-llama--Llama-3.2-1B-Instruct", (0.139, 0.149, 0.173)),
-        ("meta-llama--Llama-3.1-70B-Instruct", "meta-llama--Llama-3.1-8B-Instruct", (0.103, 0.108, 0.123)),
-    ],
-)
-def test_shares_of_full_depth_flops_for_known_pairs(base, auxiliary, shares):
-    """Each share is relative to a full-depth base's prompt, at 1K, 8K and 32K tokens."""
-    one, other = (Sizes.of(ModelConfig.from_hf(CONFIGS / f"{name}.json")) for name in (base, auxiliary))
-    prediction = Prediction.spread(one.layers, other.layers)
-    tables = [prediction_table(one, other, prediction, 1024 * n) for n in (1, 8, 32)]
-    assert [round(t["total"] / t["full_depth"], 3) for t in tables] == pytest.approx(shares, abs=1e-9)
-
-
 @pytest.mark.parametrize("probe", [0, 1])
 def test_pruning_as_it_is_run_is_counted_token_by_token(probe):
     """ceil(0.5 * 7) = 4 of 7 tokens stay; a probe reads all of them in the first layer."""
@@ -135,11 +119,3 @@ def test_lazy_llm_as_it_is_run_is_counted_token_by_token():
     want = cost([7] * 5) / cost(left)
     assert lazy_as_run(base, start, end, 7) == pytest.approx(want, rel=1e-12)
     assert lazy_as_run(base, 1.0, 1.0, 7) == 1.0
-
-
-def test_layers_that_differ_move_the_published_figures():
-    """LazyLLM prunes the deeper layers of OpenELM, which are the larger ones."""
-    base = OPENELM["1.1B"]
-    costs = [base.made(i) + base.dense(i) for i in range(base.layers)]
-    assert round(lazy_llm(0.5, 0.01, costs), 2) == 3.09 > lazy_llm(0.5, 0.01)
-    assert lazy_llm(1.0, 1.0, costs) == 1.0

@@ -16,10 +16,6 @@ def test_table_1_equals_the_papers(row):
     assert agrees(kv * row.tokens, row.printed)
 
 
-def test_a_number_agrees_only_if_it_rounds_to_the_printed_one():
-    assert agrees(4.29e9, "4.3B") and not agrees(4.36e9, "4.3B") and not agrees(0.99e9, "1M")
-
-
 @pytest.mark.parametrize("d, h, n", [(4096, 32, 16384), (2048, 32, 100), (1280, 20, 448)])
 def test_table_2(d, h, n):
     """The closed forms are for square weights; inputs alone read as much and multiply twice as often."""

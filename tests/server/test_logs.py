@@ -3,20 +3,12 @@
 import io
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
-import httpx
 import pytest
 from http_server import Running, make_llm, wait_for
 
 from swiftkv_jax.server import logs
-
-ROOT = Path(__file__).parents[2]
 
 
 class Stalled(io.StringIO):
@@ -83,56 +75,3 @@ def test_refusals_are_one_line_a_second(served, caplog, monkeypatch):
         assert served.http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
     wait_for(lambda: sum(counts()) == 7)
     assert len(counts()) <= 3
-
-
-FULL = """
-import os
-import sys
-from swiftkv_jax.server import server
-from swiftkv_jax.server.main import main
-
-listen, run = server.listen, server.run
-
-def told(*where):
-    listener = listen(*where)
-    with open(sys.argv[1], "w") as file:
-        file.write(str(listener.getsockname()[1]))
-    return listener
-
-def full(*arguments):
-    os.set_blocking(2, False)
-    try:
-        while True:
-            os.write(2, b"x" * 4096)
-    except BlockingIOError:
-        os.set_blocking(2, True)
-    return run(*arguments)
-
-server.listen, server.run = told, full
-sys.exit(main(["--http", "127.0.0.1:0", "--no-warm-up", "--max-num-seqs", "2"]))
-"""
-
-
-@pytest.mark.slow
-def test_the_command_ends_though_its_stderr_is_not_read(tmp_path):
-    """The pipe of stderr is full before the command serves; requests are answered, and SIGTERM ends it."""
-    reader, writer = os.pipe()
-    said = tmp_path / "said"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment |= {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests")}
-    process = subprocess.Popen([sys.executable, "-c", FULL, str(said)], stderr=writer, env=environment)
-    try:
-        wait_for(lambda: said.exists() and said.read_text(), 120)
-        with httpx.Client(
-            base_url=f"http://127.0.0.1:{said.read_text()}", timeout=120, trust_env=False
-        ) as client:
-            for _ in range(20):
-                assert client.post("/v1/completions", json={"prompt": ""}).status_code == 400
-            assert client.get("/health").status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(reader)
-        os.close(writer)

@@ -10,24 +10,15 @@ import sys
 from pathlib import Path
 
 import hf_models
-import huggingface_hub
-import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import transformers
 
-from swiftkv_jax import layer_pruned
-from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
-from swiftkv_jax.config.plan import Prediction
-from swiftkv_jax.core import predict
-from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.server.main import main
-from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"The function number {i} returns" + " a list of" * (i % 3) for i in range(8)]
@@ -91,29 +82,6 @@ def test_output_lines_hold_what_llm_generate_gives(folder, whole):
         assert found == (want.text, want.token_ids, want.finish_reason)
         timings = got["timings"]
         assert 0 <= timings["queue_s"] < timings["ttft_s"] <= timings["total_s"] and timings["tpot_s"] > 0
-
-
-def test_an_adapter_is_served_like_a_model_wherever_its_base_is(folder, tmp_path, capsys):
-    base, params = from_pretrained(folder)
-    small, kept = layer_pruned(base, params, (0,))
-    pair = Predicted(base, small, Prediction((0, 0)))
-    parts = {"base": params, "auxiliary": kept, "predictor": predict.uniform(pair, jax.random.key(0))}
-    home, adapter = tmp_path / "base", tmp_path / "pair"
-    save_pretrained(adapter, pair, parts, base=shutil.copytree(folder, home))
-    source = jsonl(tmp_path / "in.jsonl", [{"prompt": text} for text in TEXTS[:3]])
-
-    def served(*flags: str) -> list[list[int]]:
-        out = tmp_path / f"out{len(flags)}.jsonl"
-        assert batch(adapter, source, out, "--temperature", "0", *flags) == 0
-        return [row["token_ids"] for _, row in sorted(read(out).items())]
-
-    got = served()
-    assert [len(ids) for ids in got] == [6] * 3
-    home.rename(tmp_path / "moved")
-    assert batch(adapter, source, tmp_path / "out.jsonl") == 2
-    said = capsys.readouterr().err
-    assert "--base" in said and said.count("\n") == 1
-    assert served("--base", str(tmp_path / "moved")) == got
 
 
 KILLER = """
@@ -252,17 +220,6 @@ def test_a_full_disk_is_one_line_and_a_device_may_take_the_answers(folder, tmp_p
     assert batch(folder, source, Path("/dev/null")) == 0
 
 
-def test_a_hub_model_is_of_one_commit_and_says_which(folder, tmp_path, monkeypatch, capsys):
-    """Weights and tokenizer both: asked for twice, the hub may give files of two commits."""
-    snapshot, asked = shutil.copytree(folder, tmp_path / "snapshots" / "0a1b2c"), []
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda repo, **_: asked.append(repo) or str(snapshot)
-    )
-    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
-    assert main(["--model", "someone/some-model", "--input", source, *FLAGS[:-1]]) == 0
-    assert asked == ["someone/some-model"] and "0a1b2c" in capsys.readouterr().err
-
-
 def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts(folder, tmp_path, capsys):
     bare, out = tmp_path / "bare", tmp_path / "out.jsonl"
     bare.mkdir()
@@ -275,29 +232,6 @@ def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts(folder, 
     assert batch(bare, jsonl(tmp_path / "in.jsonl", rows[:1]), out) == 0
     (row,) = read(out).values()
     assert len(row["token_ids"]) == 6 and row["text"] == ""
-
-
-def test_a_tokenizers_panic_is_one_line(folder, tmp_path, monkeypatch, capsys):
-    class PanicException(BaseException):
-        """Like pyo3's PanicException, it is no Exception."""
-
-    class Rust:
-        def __getattr__(self, name):
-            return getattr(rust, name)
-
-        def encode(self, text, **options):
-            if "x" in text:
-                raise PanicException("retry-limit-in-match over\nat line 5")
-            return rust.encode(text, **options)
-
-    tokenizer, out = load_tokenizer(folder), tmp_path / "out.jsonl"
-    rust, tokenizer.rust = tokenizer.rust, Rust()
-    monkeypatch.setattr(llm_module, "load_tokenizer", lambda _: tokenizer)
-    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "good"}, {"prompt": "x"}])
-    assert batch(folder, source, out) == 2
-    said = capsys.readouterr().err
-    assert "line 2: " in said and said.count("\n") == 1
-    assert batch(folder, source, out, "--skip-bad-lines") == 0 and sorted(read(out)) == [0]
 
 
 def test_a_batch_of_which_prompts_fail_ends_with_1(folder, tmp_path, capsys):
