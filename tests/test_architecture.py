@@ -199,20 +199,6 @@ def test_only_two_functions_access_kernel_weights():
         assert not wrong, (path, wrong)
 
 
-def test_tests_use_what_is_public():
-    """Places where tests read or call a private attribute; those of named tuples are public. Replacing one by
-    `monkeypatch.setattr` is not counted."""
-    public = {"_replace", "_asdict", "_fields", "_make"}
-    found = []
-    for path in python_files("tests"):
-        nodes = list(ast.walk(tree(path)))
-        held = [n for n in nodes if isinstance(n, ast.Attribute) and dotted(n.value) not in ("self", "cls")]
-        names = [n.attr for n in held if n.attr not in public]
-        private = [n for n in names if n.startswith("_") and not n.startswith("__")]
-        found += [f"{path.relative_to(ROOT)}: {name}" for name in private]
-    assert len(found) <= 60, found
-
-
 def test_no_code_is_loaded_from_data():
     """Nothing pickled, evaluated, or handed to a shell: what is read can only be data (SECURITY.md)."""
     modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "runpy"}

@@ -1,6 +1,5 @@
 """A form of rows, a kind of MLP and a method to compare, each new, enter the code as one entry of a table."""
 
-import argparse
 import dataclasses
 from typing import ClassVar
 
@@ -12,10 +11,6 @@ from safetensors.numpy import load_file
 from tiny_models import PLAIN, tiny
 
 import swiftkv_jax as skv
-from benchmarks.papers.compare import __main__ as compare
-from benchmarks.papers.compare.evaluation import Prompts, answers_by_rows
-from benchmarks.papers.compare.systems import Source, System, full_depth
-from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache
@@ -102,23 +97,3 @@ def test_a_kind_of_mlp_has_its_own_runs_and_is_cached_and_distilled(monkeypatch)
         np.testing.assert_allclose(stepped(model, p, tokens), want[-1], atol=1e-5)
     other = dataclasses.replace(config, mlps=("dense",) * 4)
     assert "gate_proj" in weights.layer(weights.init(other, teacher.plan, jax.random.key(0)), 1)["mlp"]
-
-
-def test_a_method_is_compared_with_the_others(monkeypatch):
-    model, params = tiny(dataclasses.replace(PLAIN, num_layers=4, windows=()), KVPlan.standard(4))
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 12)).astype(np.int32)
-    prompts = Prompts(tokens, np.array([[3, 7, 11]] * 2, np.int32))
-    source = Source(model, params, None, [], prompts, few=True)
-
-    def first_layers(source):
-        for kept in (2, 4):
-            cost = source.share(lambda n, kept=kept: kept * full_depth(Sizes.of(model.config), n) / 4)
-            yield System("first layers", f"{kept}", cost, *skv.layer_pruned(model, params, range(kept)), {})
-
-    monkeypatch.setattr("benchmarks.papers.compare.systems.SYSTEMS", [first_layers])
-    monkeypatch.setattr("benchmarks.papers.compare.systems.others", lambda source: [])
-    own = answers_by_rows(model, params, prompts)
-    points = [p for _, p in compare.measured(source, own, argparse.Namespace(train=0, rounds=0))]
-    assert [point.flops for point in points] == pytest.approx([0.5, 1.0])
-    assert points[0].gap != 0 and points[1].gap == pytest.approx(0, abs=1e-6)
-    assert compare.evaluation.table(points).count("first layers") == 2

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.core.matrices import hadamard
 from swiftkv_jax.core.scan import forward
@@ -57,13 +56,6 @@ def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan
     want, got = (forward(*each, tokens) for each in ((model, params), hadamard_inputs(model, params)))
     assert np.abs(np.asarray(want) - np.asarray(got)).max() < 2e-5
     assert hadamard_inputs(llm.model, llm.params) == (llm.model, llm.params)  # once is enough
-
-
-@pytest.mark.parametrize("forms", [("x",), ("kv", "x", "kv", "x")], ids=["all", "some"])
-def test_a_server_reports_the_split_and_share_of_its_model(forms):
-    plan = KVPlan.swiftkv(4, 1).stored_as(*forms)
-    assert plan.served.split_and_share == plan.split_and_share == (1, 1)
-    assert plan.served.named == plan != plan.served
 
 
 @pytest.mark.parametrize("dtype, times", [("bfloat16", 3), ("int8", 10)])

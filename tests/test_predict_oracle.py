@@ -178,34 +178,3 @@ def test_the_definition_equals_the_oracle_at_every_prompt_length(both):
     for length in (2, 7, PROMPT):
         _, want = oracle.generate(prompt[:length])
         np.testing.assert_allclose(got[length - 1], want[0], rtol=0, atol=1e-4)
-
-
-def test_replaced_rows_are_read_at_a_tokens_own_place_too(both):
-    """The paper's training mode: all of the base's rows are predicted, the last token's with them."""
-    oracle, model, params = both
-    prompt = hf_models.tokens(PROMPT, 1)[0]
-    x = jax.jit(predict.forward, static_argnames=("model", "own"))(model, params, prompt[None], own=False)
-    got = np.asarray(logits(model.base, params["base"], x))[0]
-    np.testing.assert_allclose(got[-1], _replaced(oracle, prompt), rtol=0, atol=1e-4)
-
-
-@torch.no_grad()
-def _replaced(oracle: Oracle, prompt: np.ndarray) -> np.ndarray:
-    """The base's logits after `prompt` when no row is its own: a cache that keeps nothing it is given."""
-
-    class Fixed(DynamicCache):
-        """Predicted rows; what a layer adds is dropped."""
-
-        def update(self, keys, values, layer, *args, **kwargs):
-            return self.layers[layer].keys, self.layers[layer].values
-
-    cache = oracle._predicted(torch.tensor(prompt[None]))
-    cache.__class__ = Fixed
-    places = torch.tensor([[len(prompt) - 1]])
-    mask = torch.zeros(1, 1, 1, len(prompt))
-    last = torch.tensor(prompt[None, -1:])
-    return (
-        oracle.base(last, **{hf_models.CACHE: cache}, position_ids=places, attention_mask=mask)
-        .logits[0, -1]
-        .numpy()
-    )

@@ -38,6 +38,13 @@ def family(name: str) -> str:
     return published_folders.raw_config(name)["model_type"]
 
 
+DECODERS = [name for name in FOLDERS if family(name) not in ("t5", "whisper")]
+QUICK = (  # one of each form of tokenizer and of weights; the others are slow
+    "google--gemma-3-1b-it", "meta-llama--Llama-3.1-8B-Instruct", "microsoft--Phi-3-mini-4k-instruct",
+    "openai-community--gpt2", "Qwen--Qwen3-0.6B",
+)  # fmt: skip
+
+
 def same_files(one, other) -> None:
     """Everything but weights and config.json is the same."""
     own = [path for path in one.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
@@ -46,34 +53,20 @@ def same_files(one, other) -> None:
             assert filecmp.cmp(path, other / path.relative_to(one), shallow=False), path.name
 
 
+def same_text(tokenizer, llm: skv.LLM, ids) -> None:
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    if "\ufffd" not in text:  # of bytes that are no UTF-8 the library replaces the neighbours too
+        assert llm.tokenizer.decode(ids) == text
+
+
 def generated(model, ids: list[int]) -> list[int]:
     asked = {"inputs": torch.tensor([ids]), "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64)}
     with torch.no_grad():
         return model.generate(**asked, eos_token_id=None, **STEPS)[0].tolist()
 
 
-@pytest.mark.slow(
-    "HuggingFaceTB--SmolLM2-135M-Instruct",
-    "KoboldAI--OPT-6.7B-Erebus",
-    "Qwen--Qwen2.5-0.5B-Instruct",
-    "allenai--OLMo-2-1124-7B",
-    "allenai--OLMo-7B-Instruct-hf",
-    "deepseek-ai--DeepSeek-R1-Distill-Llama-8B",
-    "google--gemma-2b",
-    "meta-llama--Llama-2-7b-hf",
-    "microsoft--DialoGPT-small",
-    "microsoft--phi-4",
-    "mistralai--Mistral-7B-v0.1",
-    "unsloth--Qwen3-0.6B",
-    "ByteDance-Seed--Seed-OSS-36B-Instruct",
-    "HuggingFaceTB--SmolLM3-3B",
-    "LGAI-EXAONE--EXAONE-4.0-32B",
-    "allenai--Olmo-3-7B-Instruct",
-    "google--gemma-2-9b",
-    "ibm-granite--granite-3.1-8b-instruct",
-    "zai-org--GLM-4-9B-0414",
-)
-@pytest.mark.parametrize("name", [name for name in FOLDERS if family(name) not in ("t5", "whisper")])
+@pytest.mark.slow(*(name for name in DECODERS if name not in QUICK))
+@pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_answers_as_in_transformers_and_its_student_and_export_load(name, folder, tmp_path):
     path = folder(name)
     tokenizer, model = theirs(path)
@@ -90,9 +83,7 @@ def test_a_decoder_answers_as_in_transformers_and_its_student_and_export_load(na
     assert list(answer.prompt_token_ids) == want
     ids = answer.outputs[0].token_ids
     assert want + list(ids) == generated(model, want)
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    if "\ufffd" not in text:  # of bytes that are no UTF-8 the library replaces the neighbours too
-        assert llm.tokenizer.decode(ids) == text
+    same_text(tokenizer, llm, ids)
     ends = model.generation_config.eos_token_id
     assert set(llm.eos_ids) >= set(ends if isinstance(ends, list) else [ends])
 
@@ -122,9 +113,7 @@ def test_a_t5_answers_as_in_transformers_and_its_export_loads(name, folder, tmp_
     source = tokenizer(TEXT)["input_ids"]
     ids = list(answer.outputs[0].token_ids)
     assert [0, *ids] == generated(model, source)
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    if "\ufffd" not in text:  # of bytes that are no UTF-8 the library replaces the neighbours too
-        assert llm.tokenizer.decode(ids) == text
+    same_text(tokenizer, llm, ids)
 
     skv.save_pretrained(tmp_path / "export", *skv.from_pretrained(path))
     same_files(path, tmp_path / "export")
@@ -142,9 +131,7 @@ def test_a_whisper_hears_as_in_transformers_and_its_export_loads(name, folder, t
     output = found.windows[0]
     assert list(output.prompt_token_ids) + list(output.outputs[0].token_ids) == want
     ids = list(output.outputs[0].token_ids)
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    if "\ufffd" not in text:  # of bytes that are no UTF-8 the library replaces the neighbours too
-        assert llm.tokenizer.decode(ids) == text
+    same_text(tokenizer, llm, ids)
 
     skv.save_pretrained(tmp_path / "export", *skv.from_pretrained(path))
     same_files(path, tmp_path / "export")

@@ -79,29 +79,28 @@ class Model:
         q, k, v = self.q, self.heads(self.projected("k_proj")), self.heads(self.projected("v_proj"))
         return attention(turned(q), turned(k), v) if self.rope else attention(q, k, v)
 
-    def got(self, form: str, stored_turned: bool = False, spoil=lambda p: p, sign: int = 1) -> np.ndarray:
-        """The output by `to_slim`'s weights and the kernels; `spoil` changes the weights that are read."""
+    def got(self, form: str, stored_turned: bool = False) -> np.ndarray:
+        """The output by `to_slim`'s weights and the kernels."""
         _, slim = to_slim(self.model, self.params, form)
         held = (
             slim["layers"][0]["attentions"][0] if form == "x" else slim["rows"][0]
         )  # whose inputs those are
         held = {name: part for name, part in held.items() if isinstance(part, dict)}
-        made = {name: {w: leaf[0] for w, leaf in part.items()} for name, part in held.items()}
-        p = spoil(made)
+        p = {name: {w: leaf[0] for w, leaf in part.items()} for name, part in held.items()}
         q = jnp.asarray(turned(self.q) if self.rope else self.q)[None]
         if form == "k":
             keys = self.projected("k_proj")
             if stored_turned:
                 keys = turned(self.heads(keys)).reshape(TOKENS, -1)
             half = self.width // 2
-            frequencies = jnp.asarray(sign * THETA ** (-np.arange(half) / half)) if self.rope else None
+            frequencies = jnp.asarray(THETA ** (-np.arange(half) / half)) if self.rope else None
             options = {"frequencies": frequencies, "rotated": stored_turned, "implementation": "reference"}
             out = k_cache_attention(
                 q, self.pool(keys), p["kv_proj"]["kernel"], *map(jnp.asarray, PLACE), **options
             )
             return np.asarray(out[0] + p["kv_proj"].get("bias", 0.0))
         if form == "v":
-            stored = self.projected("v_proj") - np.asarray(made["v_proj"].get("bias", 0.0))
+            stored = self.projected("v_proj") - np.asarray(p["v_proj"].get("bias", 0.0))
             own = jnp.moveaxis(jnp.eye(HEADS * self.width).reshape(-1, HEADS, self.width), 1, 0)
             kernels, bias = (p["vk_proj"]["kernel"], own), self.heads_of(p["v_proj"])
         else:

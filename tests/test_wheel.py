@@ -23,14 +23,17 @@ def site(wheel, tmp_path_factory) -> Path:
     return wheels.install(wheel, tmp_path_factory.mktemp("site"))
 
 
-def test_the_wheel_brings_the_demo_the_configs_and_the_types(wheel, site):
+def test_the_wheel_brings_all_code_the_demo_the_configs_and_the_types(wheel, site):
     assert wheel.stat().st_size < LARGEST
     package = site / "swiftkv_jax"
     for theirs in ("demo/teacher", "demo/tokenizer", "configs"):
         names = {path.name for path in (wheels.ROOT / theirs).iterdir() if path.is_file()}
         assert names == {path.name for path in (package / theirs).iterdir() if path.is_file()} and names
     assert (package / "demo" / "corpus.jsonl.xz").is_file() and (package / "py.typed").is_file()
-    assert (package / "checkpoint" / "modeling_swiftkv.py").is_file()
+    for folder in (wheels.ROOT / "swiftkv_jax", wheels.ROOT / "kernels"):
+        place = package / "kernels" if folder.name == "kernels" else package
+        code = [path for path in folder.rglob("*") if path.suffix in (".py", ".cc", ".h")]
+        assert code and all((place / path.relative_to(folder)).is_file() for path in code)
     assert {path.name for path in site.iterdir()} == {
         "swiftkv_jax",
         f"swiftkv_jax-{skv.__version__}.dist-info",

@@ -6,13 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import sized
 
 from swiftkv_jax.analysis import similarity
 from swiftkv_jax.checkpoint.hf import from_pretrained
-from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.core.model import Transformer
 
 CASES = ("llama_biases", "qwen3_bias_window")  # head_dim 24; one kv head, q/k norms, a sliding window
 LENGTH, BLOCK = 57, 25  # the last block is ragged
@@ -72,11 +68,3 @@ def test_suggested_split_is_the_least_with_nothing_low_above_it(values, threshol
     assert 1 <= split <= len(values)  # a split that KVPlan.swiftkv takes
     assert all(score > threshold for score in values[split:])
     assert split == 1 or values[split - 1] <= threshold
-
-
-def test_a_student_is_refused():
-    config = sized(7, 8, 8, 3, 2, 1, 4)
-    with pytest.raises(UsageError):
-        similarity.layer_similarity(Transformer(config, KVPlan.swiftkv(3, 2)), {}, np.arange(5))
-    with pytest.raises(UsageError):
-        similarity.layer_similarity(Transformer(config, KVPlan.standard(3)), {}, np.arange(0))

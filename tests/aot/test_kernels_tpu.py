@@ -1,7 +1,5 @@
 """Every kernel x real shape x TPU generation, by the real compiler: it fits, and no pool is copied."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,9 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kernel_targets import FILL, KERNELS, TPUS, compiled, mesh_of, pools, shapes, size
 
 from swiftkv_jax.kernels.common import chips
-from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
-from swiftkv_jax.kernels.k_cache_attention import pallas_tpu as k_cache
-from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged
 
 pytestmark = [
     pytest.mark.aot,
@@ -43,12 +38,6 @@ def test_the_fill_compiles_in_place(chip, case):
     assert memory.temp_size_in_bytes <= (2 * 4 * 128 * tokens + (1 << 16) if chip == "v5p" else 0)
 
 
-def test_a_pool_that_is_not_donated_is_copied():
-    """Without donation there is no alias, so the test above does look at aliases."""
-    made = compiled(TPUS["v5e"], FILL, "llama_1b", donate=False, implementation="pallas_tpu")
-    assert made.memory_analysis().alias_size_in_bytes == 0
-
-
 @pytest.mark.parametrize("chip", TPUS)
 def test_a_kernel_may_use_all_the_memory_that_the_table_of_chips_gives_it(chip):
     """Block sizes are chosen by this table; the compiler takes any limit, and fails at what is not there."""
@@ -70,18 +59,3 @@ def test_a_kernel_may_use_all_the_memory_that_the_table_of_chips_gives_it(chip):
             compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
         )
         jax.jit(call).lower(page).compile()
-
-
-@pytest.mark.parametrize(
-    ("kernel", "case", "run"),
-    [
-        ("paged_attention", "llama_8b", functools.partial(paged.paged_attention, pages=40)),
-        ("k_cache_attention", "llama2_7b", functools.partial(k_cache.k_cache_attention, pages=20)),
-        ("x_cache_attention", "t5_3b", functools.partial(k_cache.x_cache_attention, window=None, pages=80)),
-        (FILL, "llama_8b", functools.partial(fill.fused_kv_fill, blocks=fill.Blocks(512, 1, 4096, 1))),
-    ],
-)
-def test_a_block_that_does_not_fit_fails_with_its_bytes(kernel, case, run):
-    """Past `refuses`, as a wrong block size would be: the compiler says what it needed, and of how much."""
-    with pytest.raises(Exception, match=r"vmem[^\n]*\d+(\.\d+)?[MK]?\b"):
-        compiled(TPUS["v4"], kernel, case, run=run)

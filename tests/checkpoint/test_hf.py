@@ -100,14 +100,7 @@ def test_published_swiftkv_names_and_fields(tmp_path):
         j: sorted(n.split("self_attn.")[1] for n in tensors if f"layers.{j}.self_attn" in n)
         for j in (2, 3, 4)
     }
-    plain = [
-        "k_norm.weight",
-        "k_proj.weight",
-        "o_proj.weight",
-        "q_norm.weight",
-        "q_proj.weight",
-        "v_proj.weight",
-    ]
+    plain = [f"{name}.weight" for name in ("k_norm", "k_proj", "o_proj", "q_norm", "q_proj", "v_proj")]
     q = ["o_proj.weight", "q_norm_swiftkv.weight", "q_proj_swiftkv.weight"]
     kv = ["k_norm_swiftkv.weight", "k_proj_swiftkv.weight", "v_proj_swiftkv.weight"]
     assert attention == {2: plain, 3: sorted(q + kv), 4: q}
@@ -219,13 +212,8 @@ def test_tokenizer_generation_config_and_token_ids_are_carried(tmp_path):
     (source / "README.md").write_text("not ours to copy")
     saved(tmp_path / "out", source=source)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-    }
+    copied = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert names == {"config.json", "model.safetensors"} | copied
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert raw["eos_token_id"] == [5, 6] and raw["bos_token_id"] is None
     saved(source, QWEN2, source=source)

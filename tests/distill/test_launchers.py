@@ -8,7 +8,7 @@ import jax
 import pytest
 import yaml
 from jax._src import cloud_tpu_init, distributed
-from jax._src.clusters import cloud_tpu_cluster, k8s_cluster
+from jax._src.clusters import cloud_tpu_cluster
 from processes_made import ROOT, finish, start
 
 from swiftkv_jax.common import processes
@@ -187,48 +187,10 @@ def test_an_mpirun_that_does_not_say_where_process_0_is_is_refused(environ, join
         joined(environ)
 
 
-class Kubernetes:
-    """The package of that name, in the pod of a JobSet: as much of it as JAX asks."""
-
-    def __init__(self):
-        said = types.SimpleNamespace
-        owner = said(controller=True, kind="Job")
-        labels = {"job-name": "train-nodes-0", "jobset.sigs.k8s.io/jobset-name": "train"}
-        pod = said(metadata=said(labels=labels, owner_references=[owner]), spec=said(subdomain="train"))
-        job = said(metadata=said(name="train-nodes-0", labels=labels), spec=said(parallelism=4))
-
-        self.config = said(load_incluster_config=lambda: None)
-        self.client = said(
-            CoreV1Api=lambda: said(list_namespaced_pod=lambda **_: said(items=[pod])),
-            BatchV1Api=lambda: said(read_namespaced_job=lambda **_: job),
-            exceptions=said(ApiException=Exception),
-        )
-
-
-@pytest.fixture
-def kubernetes(monkeypatch):
-    """Put the package there; return what makes it."""
-
-    def put(package):
-        monkeypatch.setitem(sys.modules, "kubernetes", package)
-        monkeypatch.setattr(k8s_cluster.K8sCluster, "_namespace", classmethod(lambda cls: "default"))
-        for name in ("_pod", "_job", "_controller"):
-            getattr(k8s_cluster.K8sCluster, name).cache_clear()
-
-    yield put
-    for name in ("_pod", "_job", "_controller"):
-        getattr(k8s_cluster.K8sCluster, name).cache_clear()
-
-
-def test_the_pods_of_an_indexed_job_are_joined(joined, kubernetes):
-    kubernetes(Kubernetes())
-    assert joined(INDEXED) == ("train-nodes-0-0.train:55527", 4, 1, "all")
-
-
 @pytest.mark.parametrize(
     "environ, want", [(POD, None), (jobset(), 1)], ids=["a server's", "one that is named"]
 )
-def test_kubernetes_is_not_queried_outside_an_indexed_job(environ, want, joined, kubernetes):
+def test_kubernetes_is_not_queried_outside_an_indexed_job(environ, want, joined, monkeypatch):
     """It may have no token of a service account, without which its client raises an error of its own."""
 
     class ConfigException(Exception):
@@ -237,9 +199,8 @@ def test_kubernetes_is_not_queried_outside_an_indexed_job(environ, want, joined,
     def no_token():
         raise ConfigException("Service token file does not exist.")
 
-    package = Kubernetes()
-    package.config.load_incluster_config = no_token
-    kubernetes(package)
+    config = types.SimpleNamespace(load_incluster_config=no_token)
+    monkeypatch.setitem(sys.modules, "kubernetes", types.SimpleNamespace(config=config))
     assert (joined(environ) or [None] * 3)[2] == want
     with pytest.raises(UsageError, match=r"not its processes: .*Service token file does not exist"):
         joined(INDEXED)

@@ -1,7 +1,5 @@
 """Training and held-out splits, loss masks, and errors for data that cannot be used."""
 
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -11,9 +9,6 @@ from tokenizers_made import END
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.data.loader import DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.data.sources import split_of
-from swiftkv_jax.text.tokenizer import load_tokenizer
-
-DEMO = Path(__file__).parent.parent.parent / "demo"
 
 
 def test_held_out_documents_are_never_trained_on_and_all_evaluated_once(tmp_path):
@@ -134,15 +129,3 @@ def test_data_that_cannot_be_used(tmp_path):
         DataLoader(config(source), tokenizer(), 0, 3)
     with pytest.raises(UsageError, match="batch_size"):
         evaluation_batches(config(source), tokenizer(), None, 0, 3)
-
-
-def test_the_demo_corpus_splits_by_source_file():
-    settings = DataConfig(
-        sources=(str(DEMO / "corpus.jsonl.xz"),), seq_len=256, batch_size=2, split="held_out"
-    )
-    loader = DataLoader(settings, load_tokenizer(DEMO / "tokenizer"))
-    documents = [loader.samples.documents[int(i)].id for i in loader.samples.indices]
-    others = {d.id.split("#")[0] for d in loader.samples.documents} - {d.split("#")[0] for d in documents}
-    assert len(documents) > 5
-    assert {split_of(d) for d in documents} == {"held_out"}
-    assert {split_of(d) for d in others} == {"train", "tuning"}

@@ -191,18 +191,6 @@ def test_the_sources_of_the_published_recipes_load_together(hub):
     ], "the same splits without naming them"
 
 
-def test_other_datasets_by_their_columns(hub):
-    hub("some/books", "train", [{"text": "one", "id": "b#1"}, {"text": "", "id": "b#2"}])
-    assert [(d.id, d.text) for d in open_documents(["hf://some/books"])] == [("b#1", "one"), ("b#2", "")]
-    hub("some/table", "train", [{"question": "x"}])
-    with pytest.raises(UsageError):
-        open_documents(["hf://some/table"])
-    hub("some/mixed", "train", [{"text": "one"}, {"text": None}])
-    with pytest.raises(UsageError):
-        list(open_documents(["hf://some/mixed"]))
-    assert [d.text for d in open_documents(["hf://some/mixed"], skip_bad_lines=True)] == ["one", ""]
-
-
 def test_digest_follows_content_ids_and_order(tmp_path):
     def digest(*rows):
         return open_documents([write_rows(tmp_path / "rows.jsonl", list(rows))]).digest

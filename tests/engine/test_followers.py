@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.processes import Channel
 from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.engine.followers import Follower, Leader, pack, role_in, unpack
+from swiftkv_jax.engine.followers import Follower, Leader, pack, unpack
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.loop import Inputs, Lanes
+from swiftkv_jax.engine.loop import Lanes
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.sampling import Mode
 
@@ -78,15 +77,3 @@ def test_a_follower_makes_the_same_cache_and_says_the_same_of_a_prompt():
     for form in ours:
         for one, other in zip(ours[form], theirs[form], strict=True):
             assert np.asarray(one.data).any() and (np.asarray(one.data) == np.asarray(other.data)).all()
-
-
-def test_a_follower_refuses_an_unknown_call_and_a_single_process_broadcasts_nothing():
-    channel = Queue()
-    channel.send(pack("restart_machine", ()))
-    with pytest.raises(ValueError, match="'restart_machine'"):
-        next(Follower(channel).messages())
-    assert not role_in(None).several
-    with pytest.raises(UsageError):
-        tiny.make().follow()
-    empty = Inputs(*[np.zeros(0, np.int32)] * 5)
-    assert unpack(pack("_score", (empty,)))[1][0].tokens.shape == (0,)

@@ -151,19 +151,9 @@ class Folder:
                 ([], [0], shape[::-1], [*shape, 1], [2**63], [2**32, 2**32], [-1], ["x"], None, [1] * 1000)
             )
         elif kind == "offsets":
-            header[tensor]["data_offsets"] = self.random.choice(
-                (
-                    [0, 0],
-                    [0, len(data)],
-                    [0, 2**63],
-                    [len(data), 0],
-                    [-4, 4],
-                    [1.5, 2],
-                    [],
-                    None,
-                    [0, len(data) + 4],
-                )
-            )
+            all_of_it = len(data)
+            ends = [0, 0], [0, all_of_it], [0, 2**63], [all_of_it, 0], [0, all_of_it + 4]
+            header[tensor]["data_offsets"] = self.random.choice((*ends, [-4, 4], [1.5, 2], [], None))
         elif kind == "name":
             other = self.random.choice((f"{tensor}x", "", "../x", "\x00", "lm_head.weight", "a" * 9999))
             header[other] = header.pop(tensor)

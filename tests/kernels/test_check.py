@@ -146,37 +146,32 @@ def _steeper(x):
 
 
 _steeper.defvjp(lambda x: (x, None), lambda _, slope: (1.1 * slope,))
-TRAINS = {  # what is wrong, and what is said of it
-    "crosses samples": (lambda q, k, v, segments: (q, k, v, 0 * segments), "sums: off by"),
-    "gradient": (lambda q, k, v, segments: (q, k, _steeper(v), segments), "gradient of v: off by"),
+KEYS = dataclasses.replace(EVERY[4], kv_heads=4, stored="int8")
+TRAINED, OF_KEYS, OF_INPUTS = (
+    (CAUSAL_ATTENTION, EVERY[-1], causal_xla.causal_attention),
+    (K_CACHE, KEYS, keys_xla.k_cache_attention),
+    (X_CACHE, EVERY[-3], keys_xla.x_cache_attention),
+)
+WRONG = {  # a table with a call of it and who is right; what is changed of the arguments; what is said
+    "crosses samples": (
+        TRAINED,
+        lambda q, k, v, segments, *rest: (q, k, v, 0 * segments, *rest),
+        "sums: off",
+    ),
+    "gradient": (TRAINED, lambda q, k, v, *rest: (q, k, _steeper(v), *rest), "gradient of v: off by"),
+    "keys": (OF_KEYS, lambda q, k, *rest: (q.at[:, :, 0].mul(1.1), k, *rest), "of the largest number"),
+    "exchanged": (OF_INPUTS, lambda q, x, w_k, w_v, *rest: (q, x, w_v, w_k, *rest), "of the largest number"),
+    "of another row": (OF_INPUTS, lambda q, x, *rest: (q, x[::-1], *rest), "are not finite"),
 }
 
 
-@pytest.mark.parametrize("change, why", TRAINS.values(), ids=TRAINS)
-def test_training_attention_that_is_wrong_is_found(change, why, monkeypatch):
-    def wrong(q, k, v, segments, window, **how):
-        return causal_xla.causal_attention(*change(q, k, v, segments), window, **how)
-
-    monkeypatch.setitem(CAUSAL_ATTENTION, "wrong", Implementation(wrong))
-    (found,) = calls.examine(dataclasses.asdict(EVERY[-1]), "wrong", "xla", None)
-    assert not found["right"] and found["why"].startswith(f"packed rows: {why}")
-
-
-INPUTS = {
-    "exchanged": (lambda q, x, w_k, w_v, *rest: (q, x, w_v, w_k, *rest), "of the largest number"),
-    "of another row": (lambda q, x, *rest: (q, x[::-1], *rest), "are not finite"),
-}
-
-
-@pytest.mark.slow("exchanged")
-@pytest.mark.parametrize("change, why", INPUTS.values(), ids=INPUTS)
-def test_attention_over_inputs_that_is_wrong_is_found(change, why, monkeypatch):
-    def strange(*args, **how):
-        return keys_xla.x_cache_attention(*change(*args), **how)
-
-    monkeypatch.setitem(X_CACHE, "strange", Implementation(strange))
-    (said,) = calls.examine(dataclasses.asdict(EVERY[-3]), "strange", "xla", None)
-    assert not said["right"] and why in said["why"]
+@pytest.mark.slow("exchanged", "keys")
+@pytest.mark.parametrize("of, change, why", WRONG.values(), ids=WRONG)
+def test_attention_that_is_wrong_is_found(of, change, why, monkeypatch):
+    table, call, right = of
+    monkeypatch.setitem(table, "wrong", Implementation(lambda *args, **how: right(*change(*args), **how)))
+    (found,) = calls.examine(dataclasses.asdict(call), "wrong", "xla", None)
+    assert not found["right"] and why in found["why"]
 
 
 @pytest.mark.parametrize("change", ["driver", "source", "version", "flags", "shape", "candidates"])
@@ -452,18 +447,3 @@ def test_a_writer_that_touches_other_places_is_wrong(stored, monkeypatch):
     assert judged(call, "xla") == {"right": True, "why": "", "error": mock.ANY}
     assert "memory was written" in judged(call, "straying")["why"]
     assert not judged(call, "late")["right"]
-
-
-@pytest.mark.slow
-def test_keys_alone_are_checked_and_timed_by_their_own_operation(monkeypatch):
-    def without_biggest(*args, **options):
-        out = keys_xla.k_cache_attention(*args, **options)
-        return jnp.where(out == out.max(), 0, out)
-
-    monkeypatch.setitem(K_CACHE, "wrong", Implementation(without_biggest))
-    keys = {"operation": "k_cache_attention", "kv_heads": 4, "stored": "int8", "row": 64}
-    for kind in ("decode", "chunk"):
-        call = dataclasses.replace(DECODE, kind=kind, **keys)
-        assert "of the largest" in judged(call, "wrong")["why"]
-        *_, last = calls.examine(dataclasses.asdict(call), "xla", "reference", None)
-        assert all(size["off"] < 1e-5 for size in decide.sizes_of(last).values()) and decide.sizes_of(last)

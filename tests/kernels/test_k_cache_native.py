@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from k_cache_checks import agree, exact, in_blocks
 
-from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.mask import visible
 from swiftkv_jax.kernels.common.pools import encode
-from swiftkv_jax.kernels.k_cache_attention import api, cases, native_cpu, reference
+from swiftkv_jax.kernels.k_cache_attention import cases, native_cpu, reference
 
 NATIVE = {
     "lengths": cases.SMALL["lengths"],
@@ -131,19 +130,3 @@ def test_native_agrees_with_the_definition_of_cached_inputs(queries, inputs, sto
     want = np.asarray(reference.x_cache_attention(*args, **options))
     run = functools.partial(native_cpu.x_cache_attention, **options, values_first=values_first)
     np.testing.assert_allclose(jax.jit(run)(*args), want, atol=1e-5 * np.abs(want).max())
-
-
-@NEEDS_COMPILER
-def test_native_says_what_it_supports_and_is_the_default_where_it_can():
-    def chosen(case):
-        return dispatch.preferred(api.K_CACHE, case.shapes()[0], case.options | case.shapes()[1])
-
-    assert chosen(cases.SMALL["lengths"]) == "native_cpu"
-    assert {chosen(cases.SMALL[name]) for name in ("rotated", "int8_rotated")} == {"xla"}
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("tensor",))):
-        assert chosen(cases.SMALL["lengths"]) == "xla"
-    assert dispatch.preferred(api.X_CACHE, cases.INPUTS_SMALL["narrow"].shapes()[0], {}) == "native_cpu"
-    with pytest.raises(dispatch.UnsupportedError, match="native_cpu does not support keys stored after"):
-        case = cases.SMALL["rotated"]
-        args, arrays = case.make()
-        cases.call(*args, **arrays, **case.options, implementation="native_cpu")

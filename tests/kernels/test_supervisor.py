@@ -87,12 +87,6 @@ def test_a_process_goes_on_after_an_error_and_ends_after_death_time_out_or_a_dev
     assert states[0] == {"status": "running"} and states[-1] == found
 
 
-def test_a_line_runs_in_the_process_of_one_that_failed(supervisor):
-    before = supervisor.run(line("work"))
-    supervisor.run(line("fail"))
-    assert supervisor.run(line("work", 11.0))["pid"] == before["pid"]
-
-
 def test_a_line_is_skipped_that_needs_more_time_than_is_left(supervisor):
     found = supervisor.run(line("work", least=1000.0))
     assert found["status"] == "skipped" and "pid" not in found and supervisor._process is None

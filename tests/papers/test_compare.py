@@ -3,22 +3,20 @@
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_engine
 from tiny_models import PLAIN, tiny
 from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
-from benchmarks.papers.baselines import FFNSkip, RandomPruning
+from benchmarks.papers.baselines import RandomPruning
 from benchmarks.papers.compare import __main__ as command
 from benchmarks.papers.compare import evaluation, row_errors, systems, times
 from benchmarks.papers.compare.evaluation import Answers, Point, Prompts
 from benchmarks.papers.compare.systems import System, full_depth
 from benchmarks.papers.compare.training import experiment
-from benchmarks.papers.prediction_flops import Sizes, prediction_table
+from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict
@@ -62,19 +60,6 @@ def test_prompts_are_the_beginnings_of_held_out_documents_of_every_length(text):
     documents, tokenizer = open_documents((text,)), load_tokenizer(folder)
     held_out = next(d for i in range(len(documents)) if split_of((d := documents[i]).id) == "held_out")
     assert found.tokens[0].tolist() == tokenizer.encode(held_out.text)[:64]
-
-
-def test_kv_prediction_costs_what_skipping_every_middle_ffn_does_and_less_and_more():
-    """So that they meet at equal FLOPs: on 8 layers, by the formulas, at 256 tokens of the demo's sizes."""
-    sizes = Sizes.of(skv.ModelConfig.from_hf(DEMO / "teacher" / "config.json"))
-    full, costs = full_depth(sizes, 256), {}
-    for _, keep in systems.kept_layers(sizes):
-        given = Prediction.nearest(8, keep)
-        table = prediction_table(sizes, sizes.kept(keep), given, 256)
-        costs[keep] = table["total"] * 1e9 * 256 / full
-    skipped = len(FFNSkip(threshold=-1.0, cold_first=3, cold_last=1).middle(8))
-    skipping = 1 - (skipped - 1) * 6 * sizes.width * sizes.ffn[0] * 256 / full
-    assert costs[0, 1, 2, 4, 5, 6] < skipping < costs[0, 1, 2, 3, 4, 5, 6] < 1
 
 
 def test_answers_by_rows_and_by_prompts_are_the_models_own_when_nothing_is_left_out():
@@ -154,27 +139,6 @@ def test_errors_of_rows_are_those_of_the_definition():
     apart = np.abs(np.asarray(values(model) - values(pair()[0]))).mean((1, 3))
     np.testing.assert_allclose(row_errors.row_errors(model, params, ROWS).l1[1], apart, atol=1e-5)
     assert apart.max() > 0.01
-
-
-@pytest.mark.slow("own", "whole")
-@pytest.mark.parametrize("kind", ["own", "whole", "predicted"])
-def test_timed_calls_are_compiled_beforehand(kind):
-    """The timed call returns the model's own first tokens."""
-    model, params = pair()
-    params = jax.device_put(params, jax.devices()[0])
-    if kind != "predicted":
-        model, params = model.base, params["base"]
-    read = times.reader(model, params, 3, 7, whole=kind == "whole")
-    read()
-    with tiny_engine.compilations() as found:
-        read()
-    assert not found
-    tokens = jnp.asarray(ROWS[:3, :7])
-    cut, cache = predict.split_layers(model, params), times.empty(model, params, 3, 7)
-    got, _ = times.first_tokens(model, cut, tokens, cache, whole=kind == "whole")
-    base, own = predict.generator(model, params)
-    want = logits(base, own, forward(base, own, tokens))[:, -1].argmax(-1)
-    assert got.tolist() == want.tolist()
 
 
 def test_each_system_is_trained_with_its_own_loss():

@@ -8,7 +8,6 @@ import threading
 import time
 import types
 
-import http_server
 import httpx
 import pytest
 import tiny_engine as tiny
@@ -29,7 +28,6 @@ from http_server import (
 
 from swiftkv_jax.server import generate
 from swiftkv_jax.server import service as service_module
-from swiftkv_jax.server.limits import Limits
 
 WARM_UP = True
 
@@ -222,23 +220,6 @@ def test_a_panic_is_one_requests_error():
             answer = server.http.post(route, json=body)
             assert answer.status_code == 500 and error_of(answer)["code"] == "internal_error"
         assert server.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
-
-
-def test_exceptions_that_end_the_process_are_not_caught():
-    async def ends(*_) -> None:
-        raise kind
-
-    async def send(message) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "headers": [], "path": "/health", "query_string": b"", "method": "GET"}
-    limits = Limits(ends, http_server.HttpSettings(model_name="x"), lambda: False)
-    for kind in (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
-        sent, loop = [], asyncio.new_event_loop()  # asyncio.run would itself look at what is raised
-        with pytest.raises(kind):
-            loop.run_until_complete(limits(scope, None, send))
-        loop.close()
-        assert bool(sent) == (kind is asyncio.CancelledError), "who is cut off is told so"
 
 
 def test_a_request_that_rules_out_every_token_is_a_400(served):

@@ -157,15 +157,6 @@ def test_the_client_of_servers_gives_the_same_numbers(folders, tasks, in_process
     assert got["metrics"] == {key: in_process["metrics"][key] for key in got["metrics"]}
 
 
-def test_the_client_may_ask_the_server_to_tokenize(folders, tasks, serving):
-    """Told nothing of a tokenizer, the client finds the server's. It sends no BOS, and takes a BOS whose
-    id is 0 for none: windows begin with EOS then. Told the same, we give the same numbers."""
-    got = evaluate(tasks, "local-completions", ("rolling", "write"), **client(serving))
-    how = {"pretrained": str(folders / "standard"), "max_length": CONTEXT}
-    mine = evaluate(tasks, "swiftkv", ("rolling", "write"), **how, add_bos_token=False, prefix_token_id=1)
-    assert got["answers"] == mine["answers"] and got["metrics"] == mine["metrics"]
-
-
 def spoken(command: Code) -> str:
     """The kind of model that a command of the documents evaluates, for the name of its test."""
     return "lazy_llm" if "lazy_llm" in command.text else command.text.split("--model ")[1].split()[0]

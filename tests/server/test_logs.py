@@ -60,6 +60,7 @@ def test_a_server_keeps_answering_when_its_log_is_not_read(stalled):
         assert server.http.get("/health").status_code == 200
         dropped = f'log_lines_dropped_total{{engine="0",model_name="tiny"}} {float(log.dropped)}'
         assert dropped in server.metrics()
+    assert not log.stop(), "what ends does not wait for it for ever"
     logger.setLevel(logging.NOTSET)
 
 

@@ -98,22 +98,6 @@ def test_n_and_seed(served, client, llm):
     assert len({c.text for c in answer.choices}) > 2
 
 
-def test_stop_strings_never_leak(served, client, llm):
-    text = want(llm, ["The cache"], max_tokens=30, ignore_eos=True)[0][0].text
-    stop = text[9:12]
-    assert stop in text and len(stop) == 3
-    kept = text[: text.index(stop)]
-    fields = {"prompt": "The cache", "max_tokens": 30, "stop": ["never", stop], **GREEDY}
-    fields["extra_body"] = {"ignore_eos": True}
-    whole = client.completions.create(**fields)
-    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (kept, "stop")
-    grown = ""
-    for chunk in client.completions.create(stream=True, **fields):
-        grown += chunk.choices[0].text
-        assert kept.startswith(grown)
-    assert grown == kept
-
-
 def test_logprobs(served, client, llm):
     expected = want(llm, ["The cache"], max_tokens=6, logprobs=3)[0][0]
     chosen = [next(iter(entry.values())).logprob for entry in expected.logprobs]
@@ -206,16 +190,6 @@ def test_a_streamed_echo_ends_once_at_its_end(served):
     reasons = [event["choices"][0]["finish_reason"] for event in events if event["choices"]]
     assert reasons[-1] is not None and set(reasons[:-1]) == {None}
     assert events[0]["choices"][0]["text"].startswith("x")
-
-
-def test_a_prompts_score_is_what_decoding_reported(served):
-    """The full-depth score of generated tokens equals the log probabilities that decoding gave them."""
-    text = served.complete("The cache", max_tokens=12, logprobs=0)["choices"][0]["logprobs"]
-    ascii_alone = [len(t) == 1 and ord(t) < 128 for t in text["tokens"]]
-    count = [*ascii_alone, False].index(False)
-    whole = list(b"The cache") + [ord(t) for t in text["tokens"][:count]]
-    scored = served.complete(whole, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
-    assert scored["token_logprobs"][9:] == pytest.approx(text["token_logprobs"][:count], abs=1e-4)
 
 
 def test_tokenizing_there_and_back(served):

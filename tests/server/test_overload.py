@@ -1,4 +1,7 @@
-"""Ten times the load that the server bears: refusals are quick, and what it can do it goes on doing."""
+"""Ten times the load that the server bears: refusals are quick, and what it can do it goes on doing.
+
+And a key that asks little, beside one that takes all there is, waits little longer than alone.
+"""
 
 import asyncio
 import contextlib
@@ -19,6 +22,11 @@ from http_server import ROOT, started
 FLAGS = "--http 127.0.0.1:0 --max-num-seqs 4 --max-num-batched-tokens 256 --max-model-len 512".split()
 FLAGS += "--max-queued-requests 8 --steps-per-launch 8".split()
 BODY = {"prompt": "The function returns " * 10, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+OF_TWO_KEYS = "--http 127.0.0.1:0 --max-num-seqs 4 --max-num-batched-tokens 128 --queue-timeout 8".split()
+OF_TWO_KEYS += "--api-key greedy --api-key modest --max-scored-tokens 64".split()
+GREEDY = BODY | {"max_tokens": 1900, "n": 4, "temperature": 1}
+MODEST = {"prompt": "The cache", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+ASKED = 100  # requests alone, and beside; p99 is the last but one
 
 
 @contextlib.contextmanager
@@ -81,19 +89,22 @@ class Client:
             writer.close()
 
 
-async def send(client: Client, answers: list[tuple[int, float, bool]]) -> None:
-    """One request: (status, seconds, whether it said when to come back)."""
+Answer = tuple[int, float, bool]  # status, seconds, whether it said when to come back
+
+
+async def send(client: Client, answers: list[Answer], body: dict = BODY) -> None:
+    """One request; a status of -1 is an answer that is not whole."""
     began = time.perf_counter()
-    body = BODY | {"cache_salt": f"s{random.getrandbits(60)}"}
-    status, headers, answer = await client.post("/v1/completions", body)
+    salted = body | {"cache_salt": f"s{random.getrandbits(60)}"}
+    status, headers, answer = await client.post("/v1/completions", salted)
     seconds = time.perf_counter() - began
-    whole = status != 200 or answer["usage"]["completion_tokens"] == BODY["max_tokens"]
+    whole = status != 200 or answer["usage"]["completion_tokens"] == body["max_tokens"]
     answers.append((status if whole else -1, seconds, "retry-after" in headers))
 
 
 async def capacity(client: Client, seconds: float) -> float:
     """Requests a second with every place taken and nobody refused."""
-    answers: list = []
+    answers: list[Answer] = []
     end = time.perf_counter() + seconds
 
     async def caller():
@@ -108,7 +119,7 @@ async def capacity(client: Client, seconds: float) -> float:
 
 async def flood(client: Client, rate: float, seconds: float) -> tuple[list, float]:
     """Poisson arrivals for so long; the answers, and how long all took."""
-    answers: list = []
+    answers: list[Answer] = []
     source, tasks, began = random.Random(0), [], time.perf_counter()
     due = began
     while due < began + seconds:
@@ -153,3 +164,60 @@ def test_ten_times_the_load(capsys):
     assert not found["others"] and not found["silent_refusals"] and found["done"] < found["sent"] / 4
     assert found["refusal_p50_ms"] <= 10 and found["refusal_p99_ms"] <= 100
     assert found["goodput"] >= 0.9 and found["grown_mib"] <= 64
+
+
+@contextlib.asynccontextmanager
+async def flooded(url: str, callers: int = 12):
+    """All the while so many callers of the greedy key ask for all lanes, over and over."""
+
+    async def caller():
+        while True:
+            with (
+                contextlib.closing(Client(url, "greedy")) as client,
+                contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError),
+            ):
+                status, _, _ = await client.post("/v1/completions", GREEDY)
+                await asyncio.sleep(0.1 if status == 200 else 0.5)
+
+    tasks = [asyncio.create_task(caller()) for _ in range(callers)]
+    try:
+        await asyncio.sleep(3)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_turn(client: Client, count: int) -> list[float]:
+    """Seconds of so many modest requests, one after the other; all must be answered whole."""
+    answers: list[Answer] = []
+    for _ in range(count):
+        await send(client, answers, MODEST)
+    assert {status for status, _, _ in answers} == {200}
+    return [seconds for _, seconds, _ in answers]
+
+
+async def waits(url: str) -> dict[str, float]:
+    """Milliseconds of modest requests alone, before and after the flood, and beside it."""
+    with contextlib.closing(Client(url, "modest")) as client:
+        await in_turn(client, 5)
+        alone = await in_turn(client, ASKED // 2)
+        async with flooded(url):
+            beside = await in_turn(client, ASKED)
+        await asyncio.sleep(3)
+        alone += await in_turn(client, ASKED // 2)
+    found = {}
+    for name, taken in (("alone", sorted(alone)), ("beside", sorted(beside))):
+        found |= {f"{name}_p50_ms": 1e3 * statistics.median(taken), f"{name}_p99_ms": 1e3 * taken[-2]}
+    return found
+
+
+@pytest.mark.soak
+def test_a_flood_of_one_key_makes_another_wait_at_most_five_times_as_long(capsys):
+    """Alone on its machine: it measures time."""
+    with start(OF_TWO_KEYS) as (_, url):
+        found = asyncio.run(asyncio.wait_for(waits(url), 900.0))
+    with capsys.disabled():
+        print(f"\nstarvation: {json.dumps(found)}")
+    assert found["beside_p99_ms"] <= 5 * found["alone_p99_ms"]
