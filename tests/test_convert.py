@@ -57,15 +57,6 @@ def test_an_untrained_student_at_the_last_split_equals_its_teacher_in_convert(tm
     assert found["cache_bytes"] == 1.0 and found["prompt_flops"] < 1.0
 
 
-@pytest.mark.slow
-def test_least_squares_costs_less_than_folding(fitted, tmp_path):
-    _, solved = fitted
-    folded = made(tmp_path / "out", 3, "fold")
-    assert 0 < solved["gap"] < 0.7 * folded["gap"] and solved["kl"] < 0.7 * folded["kl"]
-    assert solved["agreement"] > folded["agreement"]
-    assert solved["teacher_cross_entropy"] == folded["teacher_cross_entropy"], "the same rows"
-
-
 def held_out_pieces(tokenizer, text, length: int, scratch: Path) -> tuple[np.ndarray, ...]:
     """(tokens, targets, mask) of the rows that `convert` evaluates on, each segment in a row of its own."""
     data = DataConfig(sources=(str(text),), seq_len=length, batch_size=4, long_documents="fill")

@@ -171,6 +171,7 @@ def test_steps_in_every_form_equal_transformers(name, own, cross, folders, wante
     assert cache.cross.pages * cache.cross.page * cache.cross.bytes_per_token == cache.cross.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, own, cross", [("t5", "kv", "kv"), pytest.param("whisper", "kv", "x", marks=pytest.mark.slow)]
 )

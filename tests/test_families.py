@@ -139,7 +139,7 @@ SLIM = {
 }
 
 
-@pytest.mark.slow("gemma-k", "gpt2-k", "gpt2-v", "gpt2-x", "olmo-k", "opt-k", "opt-v", "phi3-k")
+@pytest.mark.slow("gemma-k", "gpt2-k", "gpt2-v", "gpt2-x", "olmo-k", "opt-k", "opt-v", "phi3-k", "opt-x")
 @pytest.mark.parametrize("name, form", SLIM)
 def test_rows_of_another_form_give_the_same_logits_and_tokens(name, form, folders):
     model, params = from_pretrained(folders(name))

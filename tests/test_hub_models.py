@@ -73,6 +73,7 @@ def test_a_teacher_by_hub_id_exports_a_student_that_answers_text(hub, experiment
     assert llm.request({"messages": [{"role": "user", "content": "the cat"}]}).token_ids
 
 
+@pytest.mark.slow
 def test_a_tokenizer_given_apart_gives_its_files_and_nothing_else(hub, experiment, tmp_path):
     """End tokens and sampling defaults belong to the model; the other folder's are left where they are."""
     hub.publish("acme/tiny", make_model(tmp_path / "tiny"))

@@ -191,7 +191,7 @@ def test_an_auxiliary_of_another_tokenizer_is_refused(copy):
         from_pretrained(copy)
 
 
-@pytest.mark.slow("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 24])
 def test_vocabularies_of_one_tokenizer_may_be_padded_to_other_sizes(made, tmp_path, padding):
     """As Qwen2.5's are, 151936 and 152064: with the auxiliary's below the base's 304, and above it."""

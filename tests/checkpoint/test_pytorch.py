@@ -140,6 +140,7 @@ def generated(theirs, rows: list[list[int]], **options) -> list[list[int]]:
     return out[:, given["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.slow("llama-1", "llama tied-1", "mistral-1", "qwen2-1")
 @pytest.mark.parametrize("name, share", CASES)
 def test_logits_are_ours_and_every_tensor_has_its_place(name, share, exported):
     """The logits of every token are compared, and those of the last alone."""
@@ -209,6 +210,7 @@ def test_layers_of_an_acrosskv_group_share_one_cache_entry_in_pytorch(name, shar
     assert [i for i, layer in enumerate(cache.layers) if layer.is_initialized] == held
 
 
+@pytest.mark.slow
 def test_gradients_of_the_loss_reach_the_key_and_value_projections(exported):
     model, params = student("qwen3", 2)
     theirs, ids = load(exported("qwen3", 2)), np.array([prompts()[0]])

@@ -60,6 +60,7 @@ def test_saved_slim_weights_are_read_back(plain, plan, forms, tmp_path):
         assert f"model.layers.{last}.self_attn.{part}{suffix}.weight" in names
 
 
+@pytest.mark.slow("gpt2-v v v v", "gpt2-x x x x", "opt-v v v v", "opt-x x x x")
 @pytest.mark.parametrize("forms", ["v v v v", "x x x x", "k v x kv"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_rows_of_values_and_of_inputs_are_read_back_and_leave_the_plain_model(family, forms, tmp_path):
@@ -88,9 +89,7 @@ STUDENTS = {  # share, forms of the rows of 6 layers at split 2 -> numbers of a 
 }
 
 
-@pytest.mark.slow(
-    "all upper inputs", "a group of inputs", "keys that others lie between", "every input", "groups of inputs"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("share, forms, widths", STUDENTS.values(), ids=STUDENTS)
 def test_upper_layers_of_inputs_share_one_row(share, forms, widths, tmp_path):
     """split * 2e + d numbers per token (of 2 kv rows and inputs above), served, saved and read back."""

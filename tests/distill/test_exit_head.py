@@ -76,6 +76,7 @@ def test_an_exit_head_starts_as_the_teachers_final_norm_and_head(config):
     assert "exit" not in without and trained(student) - trained(bare) == 48 * 68
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradient_are_torchs_and_reach_the_head_alone():
     """KL at temperature 2 in float64, of a norm and a matrix on the frozen stream entering the split."""
     teacher, params, recipe, trained, frozen = prepared()

@@ -91,6 +91,7 @@ def rows_of(fitted, name: str) -> np.ndarray:
     return np.concatenate([maps["kernel"], maps["bias"][:, None]], axis=1)
 
 
+@pytest.mark.slow("llama", "qwen3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_is_numpys_least_squares_of_the_teachers_keys_and_values(family):
     model, params = teacher_of(**FAMILIES[family])
@@ -190,7 +191,7 @@ def test_a_pruned_head_counts_no_layer_more_than_another():
     np.testing.assert_allclose(least_squares.share(maps, weights)[:, 3:], maps[1, :, 3:], atol=1e-4)
 
 
-@pytest.mark.slow("1")
+@pytest.mark.slow("1", "3")
 @pytest.mark.parametrize("share", [1, 3])
 def test_the_fitted_start_is_nearer_the_teacher_than_the_folded_one_on_other_tokens(share):
     model, params = teacher_of(qkv_bias=True)

@@ -73,6 +73,7 @@ def undisturbed(config, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_and_resumed_is_the_undisturbed_one(config, undisturbed, tmp_path, monkeypatch):
     """Cut off after step 7, three steps past a checkpoint."""
     real = loop.Run._report

@@ -203,6 +203,7 @@ def test_passes_are_the_definition_for_any_pair(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=3e-5), grads, slopes)
 
 
+@pytest.mark.slow
 def test_evaluation_is_of_the_base_on_predicted_rows():
     model, params = pair("standard")
     batch = packed_batch()
@@ -230,6 +231,7 @@ def test_evaluation_is_of_the_base_on_predicted_rows():
 # ---- laws --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_move_the_auxiliary_and_the_predictor_and_nothing_of_the_base():
     """20 steps; the base byte for byte, and less loss."""
     model, params = pair("standard")

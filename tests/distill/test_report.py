@@ -58,6 +58,7 @@ def test_a_step_done_again_after_a_kill_counts_once(tmp_path):
     assert [row["step"] for row in found if "eval/kl" in row] == [2]
 
 
+@pytest.mark.slow
 def test_the_card_is_one_that_the_hub_reads(run, experiment):
     """The card passes huggingface_hub's offline rules; the service of `ModelCard.validate` is not asked."""
     out = run

@@ -1,12 +1,12 @@
 """Starting `train.py` again: what was compiled once is taken from the cache."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import counted
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -15,34 +15,20 @@ FEW = (
     "steps=3 log_every=1 checkpoint_every=2 plan.init_tokens=2048 evaluation_batches=1 eval_lengths=(64,256) "
 )
 FEW += "data.piece_lengths=(64,256) data.seq_len=256 evaluation.seq_len=256"
-# `train.py`, and at its end the programs it asked for, those that were in the cache, and those that were not.
-COUNTING = """
-import collections, json, sys
-import jax
-from swiftkv_jax.cli import commands
-
-seen = collections.Counter()
-jax.monitoring.register_event_listener(lambda event, **_: seen.update([event]))
-jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: seen.update([event]))
-code = commands.train()
-cache = "/jax/compilation_cache/cache_"
-names = "/jax/core/compile/backend_compile_duration", cache + "hits", cache + "misses"
-print(json.dumps([seen[name] for name in names]))
-sys.exit(code)
-"""
 
 
 def start(cache: Path, out: Path, *flags: str) -> tuple[list[int], str]:
     """([programs that a run asked for, those in its user's cache, those compiled], what it said)."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    command = [sys.executable, "-c", COUNTING, "--config", str(ROOT / "configs" / "tiny.py"), *flags]
+    config = str(ROOT / "configs" / "tiny.py")
+    command = [sys.executable, "-c", counted.PROGRAM.format(command="train"), "--config", config, *flags]
     command += [word for field in FEW.split() for word in ("--set", field)]
     done = subprocess.run(
         [*command, "--out", str(out)], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+    return counted.counts(done.stdout), done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,7 @@ def test_reference_reduction_counts_masked_positions():
     np.testing.assert_allclose(metrics["loss"] * batch.mask.size, other["loss"] * batch.mask.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_hidden_loss_compares_the_streams_entering_the_last_layer():
     """Hugging Face's `hidden_states[-2]`: what layer L-1 reads, not what it writes."""
     _, params, recipe, trained, frozen = prepared(loss=LossConfig(kl_weight=0.0, hidden_weight=1.0))

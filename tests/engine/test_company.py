@@ -96,6 +96,7 @@ def test_batch_invariant_bfloat16_answers_are_bit_identical_in_any_batch(plan):
     assert llm.stats["preemptions"] == 0 and llm.stats["prefix_hits"] > 0
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_not_found_by_prompts_in_batch_invariant_mode():
     """Decoding and prefill round differently, so a prompt must not reuse the rows of generated tokens."""
     llm = tiny.make(batch_invariant=True)

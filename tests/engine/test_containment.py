@@ -131,6 +131,7 @@ def test_no_page_of_a_faulty_prompt_is_cached_when_a_request_that_shares_it_is_a
     check_finds(llm, prompt, (40,))
 
 
+@pytest.mark.slow("1-1")
 @pytest.mark.parametrize("steps, callers", [(1, 1), (2, 1), (1, 2)])
 def test_no_page_of_a_faulty_prompt_is_cached_when_it_is_aborted_half_way(steps, callers):
     """Nothing was sampled yet, so nobody has seen that it is NaN: its pages are not kept; whole ones are."""

@@ -77,7 +77,7 @@ def all_free(llm: LLM) -> bool:
     return tiny.all_free(llm.engine) and sources.available == sources.total
 
 
-@pytest.mark.slow("t5-forms2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, forms",
     [("t5_wide", ("x", "x")), pytest.param("t5", ("kv", "kv"), marks=pytest.mark.slow), ("t5", ("kv", "x"))],
@@ -117,6 +117,7 @@ def test_unused_pages_of_either_space_may_hold_nan(t5, answers):
     assert tiny.tokens(t5.generate(texts(), GREEDY, use_tqdm=False)) == answers
 
 
+@pytest.mark.slow
 def test_a_preempted_request_encodes_its_source_again(t5, answers):
     llm = t5.replace(num_pages=5, max_num_seqs=4)
     assert tiny.tokens(llm.generate(texts(), GREEDY, use_tqdm=False)) == answers

@@ -44,9 +44,10 @@ WAYS = {
 
 
 SLOW = (  # each part of these is in another way as well
-    "pages of 5", "pages read by the definition", "pages read a few at a time", "pages filled at once",
-    "pages filled by the definition", "pages filled at once, in chunks of 7",
-    "pages filled at once, guesses checked", "pages filled at once, so few that sequences are preempted",
+    "pages of 1", "pages of 5", "one sequence at a time", "pages read by the definition",
+    "pages read a few at a time", "pages filled at once", "pages filled by the definition",
+    "pages filled at once, in chunks of 7", "pages filled at once, guesses checked",
+    "pages filled at once, so few that sequences are preempted",
 )  # fmt: skip
 
 
@@ -219,6 +220,7 @@ def test_streamed_pieces_are_the_whole_and_stop_strings_never_leak():
         assert pieces == text and ids == want.token_ids[: len(ids)]
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up():
     """A server's traffic of all kinds."""
     kinds = (
@@ -340,6 +342,7 @@ def log_probabilities(net, params, ids: list[int], store=tuple):
     return jax.nn.log_softmax(x[0])
 
 
+@pytest.mark.slow("standard")
 @pytest.mark.parametrize("plan", ["standard", "acrosskv"])
 def test_prompt_logprobs_are_the_full_depth_models(plan):
     llm, (prompt,) = make(plan), tiny.prompts((45,))
@@ -372,6 +375,7 @@ def test_scores_of_a_model_whose_learned_positions_fill_no_compiled_size():
 FREE = {"num_kv_heads": 4, "rope": RopeConfig(rope_type=NONE)}  # a model that can store rows in every form
 
 
+@pytest.mark.slow("swiftkv-x-int8")
 @pytest.mark.parametrize(
     ("plan", "forms", "dtype"),
     [

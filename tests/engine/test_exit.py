@@ -102,15 +102,6 @@ def test_exit_head_drafts_change_no_token_under_any_settings(way):
     assert (stats.preemptions > 0) == ("preempted" in way)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_drafts_change_no_token_with_an_8_bit_cache(dtype):
-    want = tokens(run(make(0.7, cache_dtype=dtype), GREEDY))
-    llm = make(0.7, drafts=3, cache_dtype=dtype)
-    assert tokens(run(llm, GREEDY)) == want != tokens(plain(0.7, False))
-    assert 0 < llm.engine.stats.accepted_tokens < llm.engine.stats.drafted_tokens
-
-
 def test_the_cache_afterwards_is_plain_decodings():
     """Wrong guesses are overwritten, and nothing was written beyond the last token that another follows."""
     pools = []

@@ -21,6 +21,7 @@ from swiftkv_jax.engine.runner import fingerprint
 from swiftkv_jax.engine.settings import resolve
 
 
+@pytest.mark.slow("standard")
 @pytest.mark.parametrize("plan", tiny.PLANS)
 def test_greedy_tokens_are_those_of_the_definition(plan):
     """Ragged prompts, in chunks, with lanes taken over by later requests."""

@@ -60,21 +60,6 @@ def tokens(net, params, **settings) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "family", "fill"),
-    [
-        ("swiftkv", "biases", "xla"),
-        ("swiftkv", "norm of keys", "reference"),
-        ("acrosskv", "norm of keys", "xla"),
-    ],
-)
-def test_families_and_plans_by_each_fill(plan, family, fill):
-    net, params = tiny.make_model(tiny.PLANS[plan], **FAMILIES[family])
-    want = [tiny.greedy(net, params, prompt, 5) for prompt in tiny.prompts(LENGTHS)]
-    assert tokens(net, params, fill=fill) == want
-
-
-@pytest.mark.slow
 def test_tpu_kernels(interpret):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"], **FAMILIES["norm of keys"])
     want = [tiny.greedy(net, params, prompt, 5) for prompt in tiny.prompts(LENGTHS)]

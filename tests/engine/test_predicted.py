@@ -99,6 +99,7 @@ def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
     assert tiny.all_free(llm.engine)
 
 
+@pytest.mark.slow("2")
 @pytest.mark.parametrize("tail", [2, 5])
 def test_the_base_reads_a_longer_tail(tail):
     """Prompts shorter than it have no auxiliary tokens at all."""

@@ -175,7 +175,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = hypothesis.settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestTraffic.settings = hypothesis.settings(max_examples=25, stateful_step_count=60, deadline=None)
 
 
 class PredictedTraffic(Traffic):
@@ -186,7 +186,7 @@ class PredictedTraffic(Traffic):
 
 
 TestPredictedTraffic = PredictedTraffic.TestCase
-TestPredictedTraffic.settings = hypothesis.settings(max_examples=20, stateful_step_count=60, deadline=None)
+TestPredictedTraffic.settings = hypothesis.settings(max_examples=12, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.soak

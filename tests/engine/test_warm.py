@@ -49,6 +49,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [found[request.request_id] for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", pytest.param("auxiliary", marks=pytest.mark.slow)])
 def test_requests_run_by_the_first_programs_until_the_others_are_compiled(kind, monkeypatch):
     """The compiler is held up behind the first programs, and let go while requests are under way."""
@@ -101,6 +102,7 @@ def test_a_server_compiles_at_most_24_programs_and_greedy_decoding_among_the_fir
     assert keys[3:5] == [("loop", 1, plain), ("loop", 16, plain)]
 
 
+@pytest.mark.slow
 def test_an_accelerator_reads_one_prompt_in_programs_of_one_row(monkeypatch):
     """Chunks of every size, and in every sampling mode; after the warm-up nothing compiles."""
     monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "some GPU", 132))

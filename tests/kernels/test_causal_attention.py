@@ -78,9 +78,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.slow(
-    "reference-blocks-1073741824", "reference-odd widths-1073741824", "reference-wide-1073741824"
-)
+@pytest.mark.slow(*(f"reference-{shape}-{window}" for shape in SHAPES for window in (ALL, 13)))
 @pytest.mark.parametrize("window", [ALL, 13])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("implementation", ["reference", *BY])
@@ -152,13 +150,11 @@ SPLASH = {
 }
 
 
-@pytest.mark.slow(
-    "one head each-1073741824-two backward kernels",
-    "one kv head-1073741824-one backward kernel",
-    "one kv head-1073741824-two backward kernels",
-    "packed-1073741824-one backward kernel",
-)
-@pytest.mark.parametrize("fused", [True, False], ids=["one backward kernel", "two backward kernels"])
+BACKWARD = ["one backward kernel", "two backward kernels"]
+
+
+@pytest.mark.slow(*(f"{s}-{w}-{by}" for s in list(SPLASH)[1:] for w in (ALL, 130) for by in BACKWARD))
+@pytest.mark.parametrize("fused", [True, False], ids=BACKWARD)
 @pytest.mark.parametrize("window", [ALL, 130])
 @pytest.mark.parametrize("shape", SPLASH)
 def test_splash_interpreted(shape, window, fused, monkeypatch):
@@ -258,6 +254,7 @@ def test_cudnn_gives_nan_to_a_row_with_more_segments_than_it_was_told_of():
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
+@pytest.mark.slow("1073741824")
 @pytest.mark.parametrize("window", [ALL, 7])
 def test_cudnn_is_asked_for_the_definition_of_rows_that_are_one_segment(window, monkeypatch):
     """Its arguments are passed to the implementation of jax.nn that runs here."""

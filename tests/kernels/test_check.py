@@ -165,7 +165,7 @@ WRONG = {  # a table with a call of it and who is right; what is changed of the 
 }
 
 
-@pytest.mark.slow("exchanged", "keys")
+@pytest.mark.slow("exchanged", "keys", "of another row")
 @pytest.mark.parametrize("of, change, why", WRONG.values(), ids=WRONG)
 def test_attention_that_is_wrong_is_found(of, change, why, monkeypatch):
     table, call, right = of
@@ -391,6 +391,7 @@ def ignoring_windows(*args, window=None, **options):
     return xla.paged_attention(*args, window=None, **options)
 
 
+@pytest.mark.slow("float8_e4m3fn")
 @pytest.mark.parametrize("stored", ["float32", "int8", "float8_e4m3fn"])
 def test_numbers_are_checked_with_windows_and_8_bit_rows(stored, monkeypatch):
     monkeypatch.setitem(PAGED_ATTENTION, "ignoring", Implementation(ignoring_windows))
@@ -411,7 +412,7 @@ def test_a_table_is_as_wide_as_the_engine_s():
     assert verdict([("", case)], "xla_one_turn")["right"]
 
 
-@pytest.mark.slow("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["float32", "int8"])
 def test_a_fill_that_writes_other_pages_is_wrong(stored, monkeypatch):
     def straying(x, makers, cos, sin, pools, names, live, **options):
@@ -431,7 +432,7 @@ def test_a_fill_that_writes_other_pages_is_wrong(stored, monkeypatch):
     assert "of the largest number" in judged(call, "shifted")["why"]
 
 
-@pytest.mark.slow("float32", "int8", "float8_e4m3fn")
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_a_writer_that_touches_other_places_is_wrong(stored, monkeypatch):
     def straying(pool, new, page, slot, *, rows):

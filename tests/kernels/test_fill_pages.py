@@ -95,6 +95,7 @@ def test_the_pages_of_a_batch():
     assert pages.page.tolist() == [11, 20, 21, 32, 50]
 
 
+@pytest.mark.slow(*(f"{plan}-{f}-reference" for plan in ("standard", "swiftkv") for f in FAMILIES))
 @pytest.mark.parametrize("fill", ["reference", "xla"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("plan", ["standard", "swiftkv", "acrosskv"])

@@ -38,6 +38,7 @@ def by_native(case: cases.Case, values_first: bool | None = None):
     return functools.partial(native_cpu.k_cache_attention, **case.options, values_first=values_first)
 
 
+@pytest.mark.slow("half", "width80", "no_rope", "bfloat16")
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_agrees_with_the_definition_in_both_orders(name):

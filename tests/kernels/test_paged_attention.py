@@ -234,7 +234,7 @@ NATIVE = cases.SMALL | {
 }
 
 
-@pytest.mark.slow("together_int8", "together_float8")
+@pytest.mark.slow("together_int8", "together_float8", "together_half", "together_bfloat16", "bfloat16_few")
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_agrees_with_the_definition(name):

@@ -270,6 +270,7 @@ def test_given_tokens_are_scored_like_generated_ones(model, params, rows, follow
     assert likeliest.tolist() == (want.argmax(-1) == after).tolist()
 
 
+@pytest.mark.slow
 def test_flops_are_those_counted_by_hand():
     """PLAIN: width 48, FFN 40, 4 query heads and 2 kv heads of 12; 4 layers. A prompt of 10 tokens."""
     model, params = tiny(PLAIN, KVPlan.standard(4))

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from tiny_models import PLAIN, tiny
 
 from benchmarks.papers import cache_dtypes
@@ -11,6 +12,7 @@ from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill.data.loader import Batch
 
 
+@pytest.mark.slow
 def test_cache_dtypes_are_compared_with_the_teacher_over_rows_that_are_not_rounded():
     """Quality in float64 from whole logits; positions that do not count change nothing."""
     tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (2, 20), np.int32)

@@ -6,34 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import counted
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--max-num-seqs 2 --max-num-batched-tokens 64 --max-model-len 128 --http 127.0.0.1:0".split()
-# `serve.py`, and at its end what it looked for in the compilation cache in vain.
-COUNTING = """
-import sys
-import jax
-from swiftkv_jax.cli import commands
-
-missed = []
-
-def note(event, **_):
-    if event == "/jax/compilation_cache/cache_misses":
-        missed.append(event)
-
-jax.monitoring.register_event_listener(note)
-code = commands.serve()
-print(len(missed))
-sys.exit(code)
-"""
 
 
 def start(cache: Path) -> int:
     """How many programs a server compiled that is ended as soon as it is warm."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache)}
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", COUNTING, *SMALL]
+    command = [sys.executable, "-c", counted.PROGRAM.format(command="serve"), *SMALL]
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stderr is not None
         try:
@@ -41,7 +25,7 @@ def start(cache: Path) -> int:
                 if line.startswith("all is compiled"):
                     process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
-            return int(process.stdout.read())
+            return counted.counts(process.stdout.read())[2]
         finally:
             process.kill()
 

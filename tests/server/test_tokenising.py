@@ -158,17 +158,6 @@ def longest_stop(work) -> float:
     return longest / (last - began)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_long_texts_are_read_without_pythons_lock(tokenizers, kind):
-    """There and back. Best of five: whoever keeps the lock has a share of nearly one each time."""
-    tokenizer, text = tokenizers[kind], of_length(TEXTS["no spaces"], 400_000)
-    ids = tokenizer.encode(text)
-    for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
-        shares = [longest_stop(work) for _ in range(5)]
-        assert min(shares) < 0.5, shares
-
-
 def test_others_are_answered_while_a_large_answer_is_written():
     """A separate thread writes it, but the JSON writer keeps Python's lock until done. Best of five."""
     entry = {"token": "word", "logprob": -1.25, "top_logprobs": {f"w{i}": -float(i) for i in range(20)}}

@@ -106,6 +106,7 @@ def test_the_folder_is_served_as_measured(converted, folder):
     jax.tree.map(np.testing.assert_array_equal, plain, again)
 
 
+@pytest.mark.slow
 def test_float32_rows_take_the_exact_inverse(folder, text, tmp_path):
     """Without rounding the fit is worse than the inverse; a condition of 1e3 costs next to nothing."""
     assert main(["--model", str(folder), "--out", str(tmp_path / "out"), "--text", str(text)]) == 0
@@ -187,6 +188,7 @@ def test_auto_takes_inputs_where_nothing_turns_keys(text, tmp_path):
     assert found["bytes_per_token"] == {"kv": 2 * WIDTH * 2, "now": WIDTH * 2}
 
 
+@pytest.mark.slow("x")
 @pytest.mark.parametrize("forms", [pytest.param("auto", marks=pytest.mark.slow), "x"])
 def test_the_upper_layers_of_a_student_share_their_inputs(forms, text, tmp_path):
     """Two rows below the split, and one for both layers above it: `auto` sees that it saves most."""
@@ -204,20 +206,6 @@ def test_the_upper_layers_of_a_student_share_their_inputs(forms, text, tmp_path)
 
 
 WIDE = {"head_dim": 20, "num_key_value_heads": 4}
-FORCED = {
-    "gpt2, inputs in int8": ("gpt2", "x", "int8", hf_models.GPT2, WIDTH + 4, 1e-3),
-    "gpt2, values, with biases": ("gpt2", "v", "float32", hf_models.GPT2, WIDTH * 4, 1e-7),
-    "gemma, keys wider than inputs": ("gemma", "k", "float32", WIDE, 80 * 4, 1e-7),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family, form, dtype, fields, size, kl", FORCED.values(), ids=FORCED)
-def test_a_requested_form_is_used(family, form, dtype, fields, size, kl, text, tmp_path):
-    found, plan = of_family(family, text, tmp_path, "--forms", form, "--cache-dtype", dtype, **fields)
-    assert plan.forms == (form,) and {c["form"] for c in found["rows"][0]["candidates"]} == {form}
-    assert found["bytes_per_token"]["now"] == size and found["whole"]["kl"] < kl
-    assert found["rows"][0]["matrix"] == (None if form == "x" else "exact")
 
 
 def test_the_model_itself_and_a_converted_one_are_refused(folder, converted, tmp_path, capsys):

@@ -111,6 +111,7 @@ def keys_and_values(folder, half: Pieces) -> list[tuple[np.ndarray, np.ndarray]]
     return list(zip(rows[::2], rows[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_transformers_keys_and_values(text, tmp_path):
     """Both candidates of every row, exact inverse and fit, are recomputed on keys in bfloat16."""
     folder = saved(encoder_models.make("t5"), tmp_path / "three layers")
@@ -131,6 +132,7 @@ def test_errors_are_those_of_transformers_keys_and_values(text, tmp_path):
         assert got < 1.2 * least + 1e-3 * np.linalg.norm(wanted), row.row
 
 
+@pytest.mark.slow
 def test_inputs_are_one_row_for_all_layers(whisper, sounds, tmp_path):
     found = run(whisper, tmp_path / "out", "--audio", sounds, "--forms", "x", "--cache-dtype", "bfloat16")
     assert [row["space"] for row in found["rows"]] == ["self"] * DECODERS + ["encoder"] * DECODERS
