@@ -158,7 +158,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow("t5-k-k", "t5-x-x", "t5_wide-x-x", "whisper-kv-kv", "whisper-v-v")
+@pytest.mark.slow("t5-k-k", "t5-x-x", "t5_wide-x-x", "whisper-kv-kv", "whisper-v-v", "whisper-kv-cross7")
 @pytest.mark.parametrize("name, own, cross", CASES)
 def test_steps_in_every_form_equal_transformers(name, own, cross, folders, wanted):
     source, lengths, ids, want = wanted(name)

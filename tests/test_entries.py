@@ -64,6 +64,7 @@ def stepped(model, params, tokens) -> np.ndarray:
     return np.asarray(out)[0]
 
 
+@pytest.mark.slow("standard")
 @pytest.mark.parametrize("plan", [KVPlan.standard(4), KVPlan.swiftkv(4, 2, 2)], ids=["standard", "acrosskv"])
 def test_a_form_is_trained_cached_served_and_saved(plan, monkeypatch, tmp_path):
     monkeypatch.setitem(FORMS, "fused", Fused())

@@ -47,6 +47,7 @@ def test_a_transformed_input_gives_its_keys_by_transformed_weights():
         assert np.abs(np.asarray(got) - x @ w).max() < 1e-12
 
 
+@pytest.mark.slow("swiftkv")
 @pytest.mark.parametrize("plan", ["standard", "swiftkv"])
 def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan):
     model, params = tiny.make_model(tiny.PLANS[plan].stored_as("x"), **FREE)
@@ -58,6 +59,7 @@ def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan
     assert hadamard_inputs(llm.model, llm.params) == (llm.model, llm.params)  # once is enough
 
 
+@pytest.mark.slow("bfloat16-3")
 @pytest.mark.parametrize("dtype, times", [("bfloat16", 3), ("int8", 10)])
 def test_a_large_number_among_the_inputs_spoils_no_others(dtype, times):
     """Whisper-base has one of 22 among inputs of 0.6, before weights seven times as large as the others."""

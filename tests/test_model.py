@@ -100,6 +100,7 @@ def check_step(plan, config, chunks, choose=lambda i: True) -> int:
     return seen
 
 
+@pytest.mark.slow("split1x2", "split1x3", "split2", "split3", "cross_layer")
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_step_is_forward_for_every_plan(plan):
     """They agree at every position of a ragged, chunked, padded batch over shuffled pages amid NaN."""
@@ -148,7 +149,7 @@ def test_upper_layers_of_one_input_share_one_row_of_it(share):
         np.testing.assert_allclose(got, want[s, p], rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow("bfloat16")
+@pytest.mark.slow("bfloat16", "int8")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_step_over_a_rounding_cache_is_forward_with_rounded_rows(dtype):
     kv, params = tiny(FREE, PLANS["standard"])

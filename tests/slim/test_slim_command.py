@@ -205,9 +205,6 @@ def test_the_upper_layers_of_a_student_share_their_inputs(forms, text, tmp_path)
     assert found["whole"]["kl"] <= found["max_kl"]
 
 
-WIDE = {"head_dim": 20, "num_key_value_heads": 4}
-
-
 def test_the_model_itself_and_a_converted_one_are_refused(folder, converted, tmp_path, capsys):
     assert main(["--model", str(folder), "--out", str(folder)]) == 2
     assert "is the model itself" in capsys.readouterr().err
