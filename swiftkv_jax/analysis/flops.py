@@ -72,12 +72,12 @@ def flops_table(
     if context < 1:
         raise UsageError(f"context must be at least 1 token, not {context}")
     depth = plan.split if layers is None else layers
-    layer = _layer(config)
+    low = _layers(config, 0, depth)
     table = {
         "vocab": 2 * _head(config),
         "kv": _made(config, plan, range(len(plan.rows))),
-        "qo": depth * (layer["q"] + layer["o"]),
-        "mlp": depth * layer["mlp"],
+        "qo": low["q"] + low["o"],
+        "mlp": low["mlp"],
         "attention": _attention(config, context, 0, depth),
     }
     table = {name: value / 1e9 for name, value in table.items()}
@@ -118,17 +118,16 @@ def training_flops_per_token(
     weight gradient. Recomputation (remat) is not counted, nor is the mask between packed documents.
     """
     plan = _checked(config, plan)
-    layer, head = _layer(config), _head(config)
-    top = config.num_layers - plan.depth
-    dense = layer["q"] + layer["o"] + layer["mlp"]
-    low = plan.depth * dense + _attention(config, seq_len, 0, plan.depth)
+    head, top = _head(config), _layers(config, plan.depth, config.num_layers)
+    dense = _dense(top)
+    low = _dense(_layers(config, 0, plan.depth)) + _attention(config, seq_len, 0, plan.depth)
     low += _made(config, plan, [i for i, row in enumerate(plan.rows) if row.source != plan.depth])
     attention = _attention(config, seq_len, plan.depth, config.num_layers)
-    teacher = top * (dense + layer["kv"]) + attention + head
+    teacher = dense + top["kv"] + attention + head
     made = _made(config, plan, plan.made_at(plan.depth))
-    forward = top * dense + made + attention + head
-    backward = top * dense + made + 2 * attention + head
-    trained = made + top * (dense if trainable == "upper" else layer["q"]) + 2 * head * config.exit_head
+    forward = dense + made + attention + head
+    backward = dense + made + 2 * attention + head
+    trained = made + (dense if trainable == "upper" else top["q"]) + 2 * head * config.exit_head
     return (1 if shared_lower else 2) * low + teacher + forward + backward + trained
 
 
@@ -141,17 +140,17 @@ def recomputed_flops_per_token(
     The last product of each layer is left out, since no gradient needs it. The layers are the student's upper
     ones, whose rows are kept, or with trainable="all" every layer and its row.
     """
-    plan, layer = _checked(config, plan), _layer(config)
+    plan = _checked(config, plan)
     first = 0 if trainable == "all" else plan.depth
-    dense = layer["q"] + layer["o"] + layer["mlp"] * _INSIDE[config.gated]
-    dense += layer["kv"] if trainable == "all" else 0
-    return (config.num_layers - first) * dense + _attention(config, seq_len, first, config.num_layers)
+    layers = _layers(config, first, config.num_layers)
+    dense = _dense(layers, _INSIDE[config.gated]) + (layers["kv"] if trainable == "all" else 0)
+    return dense + _attention(config, seq_len, first, config.num_layers)
 
 
 def full_training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """FLOPs of one step that trains every weight, per token: forward once, backward twice that."""
     return 3 * (
-        config.num_layers * sum(_layer(config).values())
+        sum(_layers(config, 0, config.num_layers).values())
         + _attention(config, seq_len, 0, config.num_layers)
         + _head(config)
     )
@@ -175,9 +174,10 @@ def prediction_training_flops_per_token(
     own += _head(config) if kl else 0
     read = _pass(small, small_plan, _depth(auxiliary, prediction, alone), seq_len)
     read += _head(small) if alone else 0
-    maps = 2 * 2.0 * plan.num_rows * small.kv_width * config.kv_width
-    layer = _layer(config)
-    dense = config.num_layers * (layer["q"] + layer["o"] + layer["mlp"]) + _head(config)
+    pairs = zip(prediction.reads, plan.rows, strict=True)
+    widths = [(small.at(small_plan.rows[read].maker), config.at(row.maker)) for read, row in pairs]
+    maps = 2 * 2.0 * sum(inside.kv_width * outside.kv_width for inside, outside in widths)
+    dense = _dense(_layers(config, 0, config.num_layers)) + _head(config)
     return own + 3 * (read + maps + _attention(config, seq_len, 0, config.num_layers)) + 2 * dense
 
 
@@ -189,8 +189,7 @@ def prediction_recomputed_flops_per_token(
     depth = _depth(auxiliary, prediction, alone)
     total = 0.0
     for (config, _), layers in ((base, base[0].num_layers), (auxiliary, depth)):
-        layer = _layer(config)
-        total += layers * (layer["q"] + layer["o"] + layer["mlp"] * _INSIDE[config.gated])
+        total += _dense(_layers(config, 0, layers), _INSIDE[config.gated])
         total += _attention(config, seq_len, 0, layers)
     small, plan = auxiliary
     own = [i for i, row in enumerate(plan.rows) if row.maker < depth and plan.makes_own(row.maker)]
@@ -206,9 +205,8 @@ def _depth(part: Part, prediction: Prediction, whole: bool) -> int:
 
 def _pass(config: ModelConfig, plan: KVPlan, layers: int, seq_len: int) -> float:
     """FLOPs of one token that runs `layers` layers and makes every row up to the input of the next."""
-    layer = _layer(config)
     rows = [i for i, row in enumerate(plan.rows) if isinstance(row.source, int) and row.source <= layers]
-    dense = layers * (layer["q"] + layer["o"] + layer["mlp"])
+    dense = _dense(_layers(config, 0, layers))
     return dense + _made(config, plan, rows) + _attention(config, seq_len, 0, layers)
 
 
@@ -224,22 +222,30 @@ def _head(config: ModelConfig) -> float:
     return 2.0 * config.hidden_size * config.vocab_size
 
 
-def _layer(config: ModelConfig) -> dict[str, float]:
-    """FLOPs of one token in each projection of one layer; `kv` is one maker's k and v."""
-    heads = 2.0 * config.hidden_size * config.num_heads * config.head_dim
+def _layers(config: ModelConfig, first: int, last: int) -> dict[str, float]:
+    """FLOPs of one token in each projection of layers [first, last); `kv`: as if each made a row."""
+    sizes = [kind.sizes for kind in config.kinds[first:last]]
+    per_head = 2.0 * config.hidden_size * config.head_dim
+    heads = per_head * sum(each.num_heads for each in sizes)
+    ffn = sum(each.intermediate_size for each in sizes)
     return {
-        "kv": 2 * 2.0 * config.hidden_size * config.kv_width,
+        "kv": 2 * per_head * sum(each.num_kv_heads for each in sizes),
         "q": heads,
         "o": heads,
-        "mlp": (2 + config.gated) * 2.0 * config.hidden_size * config.intermediate_size,
+        "mlp": (2 + config.gated) * 2.0 * config.hidden_size * ffn,
     }
+
+
+def _dense(layers: dict[str, float], share: float = 1.0) -> float:
+    """All but the rows of some layers, with a share of their MLPs."""
+    return layers["q"] + layers["o"] + layers["mlp"] * share
 
 
 def _made(config: ModelConfig, plan: KVPlan, rows: Iterable[int]) -> float:
     """FLOPs of one token in the projections that make some rows and turn them into keys and values, once
     each."""
-    forms = [FORMS[plan.rows[row].form] for row in rows]
-    every = [(form, form.weights(config) | form.reader_weights(config)) for form in forms]
+    makers = [(FORMS[plan.rows[row].form], config.at(plan.rows[row].maker)) for row in rows]
+    every = [(form, form.weights(shape) | form.reader_weights(shape)) for form, shape in makers]
     used = [p for form, tree in every for name, p in tree.items() if name not in form.kept]
     return sum(2.0 * math.prod(p["kernel"].shape) for p in used if isinstance(p, dict))
 
@@ -247,7 +253,7 @@ def _made(config: ModelConfig, plan: KVPlan, rows: Iterable[int]) -> float:
 def _attention(config: ModelConfig, context: int, first: int, last: int) -> float:
     """FLOPs of one token's scores and mixing in layers [first, last), averaged over its positions."""
     keys = 0.0
-    for window in config.windows[first:last]:
-        w = min(window, context)
-        keys += (w * (w + 1) / 2 + (context - w) * w) / context
-    return 2 * 2.0 * config.num_heads * config.head_dim * keys
+    for kind in config.kinds[first:last]:
+        w = min(kind.window, context)
+        keys += kind.sizes.num_heads * (w * (w + 1) / 2 + (context - w) * w) / context
+    return 2 * 2.0 * config.head_dim * keys

@@ -254,9 +254,9 @@ def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
 
 def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:
     """Name of each of the predictor's tensors -> its place in the parameter tree."""
-    inside, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
     out = {}
     for number, rows in enumerate(weights.ranges(predictor["rows"])):
+        inside, outside = predict.row_widths(model)[rows.start]
         for (index, row), name in itertools.product(enumerate(rows), ("k", "v")):
             for leaf, stored, shape in (
                 ("kernel", "weight", (outside, inside)),

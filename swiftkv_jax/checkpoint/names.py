@@ -102,6 +102,20 @@ _GLM4 = {
     ("mlp", "after_norm"): "post_mlp_layernorm",
 }
 _GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+_OPENELM = {
+    ("attentions", 0, "norm"): "attn_norm",
+    ("mlp", "norm"): "ffn_norm",
+    ("mlp", "down_proj"): "ffn.proj_2",
+    **{("attentions", 0, name): f"attn.{name}" for name in ("q_proj", "q_norm")},
+    ("attentions", 0, "o_proj"): "attn.out_proj",
+    **{(name,): f"attn.{name}" for name in ("k_proj", "v_proj", "k_norm")},
+    **{("mlp", name): f"ffn.{name}" for name in ("gate_proj", "up_proj")},  # files hold these fused
+}
+_OPENELM_TOP = {
+    ("embed",): "transformer.token_embeddings",
+    ("norm",): "transformer.norm",
+    ("shared_norm",): "transformer.norm_swiftkv",
+}
 _GPT2 = {
     ("attentions", 0, "norm"): "ln_1",
     ("attentions", 0, "o_proj"): "attn.c_proj",
@@ -198,6 +212,15 @@ _NAMES = {
         inputs_first=True,
         bare="transformer.",
         buffers=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "openelm": Names(
+        layer="transformer.layers.",
+        parts=_PARTS | _OPENELM,
+        top=_TOP | _OPENELM_TOP,
+        fused={
+            "attn.qkv_proj": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+            "ffn.proj_1": ("ffn.gate_proj", "ffn.up_proj"),
+        },
     ),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), Names(parts=_PARTS | _AFTER)),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA2),

@@ -36,6 +36,8 @@ class Family:
         without scaling; "unlisted": those whose `no_rope_layers` is 0 have none; "global": those without a
         window have none, if others have one.
       rope: fields of RopeConfig that differ from the defaults.
+      sizes: how its layers' own numbers of heads and MLP widths are listed, a key of `sizes.READ`; "": all
+        layers have the same.
     """
 
     architecture: str
@@ -56,6 +58,7 @@ class Family:
     pattern: int = 0
     ropes: str = ""
     rope: _Fields = dataclasses.field(default_factory=dict)
+    sizes: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +121,8 @@ _GEMMA_SIZES = {
 _ROOT: dict[str, tuple[str, int | float]] = {"embedding_scale": ("hidden_size", 0.5)}
 _LOGITS_CAP: dict[str, tuple[str, int | float]] = {"logits_softcap": ("final_logit_softcapping", 1)}
 _OLMO2 = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_whole": True}
+# The fields of `Sizes`, by Llama's names.
+OF_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 _LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
 
 FAMILIES: dict[str, Family] = {
@@ -248,6 +253,34 @@ FAMILIES: dict[str, Family] = {
         reads=("word_embed_proj_dim",),
         inert=("init_std", "layerdrop"),
         written={"hidden_act": "relu", "do_layer_norm_before": True},
+    ),
+    "openelm": Family(
+        architecture="OpenELM",
+        fields={"qk_norm": True},
+        spelling={
+            "hidden_size": "model_dim",
+            "num_hidden_layers": "num_transformer_layers",
+            "max_position_embeddings": "max_context_length",
+            "tie_word_embeddings": "share_input_output_layers",
+            "rope_theta": "rope_freq_constant",
+            "hidden_act": "activation_fn_name",
+        },
+        neutral={
+            "normalize_qk_projections": (True,),
+            "ffn_with_glu": (True,),
+            "normalization_layer_name": ("rms_norm",),
+        },
+        defaults={"normalize_qk_projections": False, "head_dim": 128, "ffn_dim_divisor": 256},
+        omits=(*OF_SIZES, "rms_norm_eps", "rope_scaling", "attention_dropout"),
+        reads=("num_query_heads", "num_kv_heads", "ffn_multipliers", "ffn_dim_divisor"),
+        # Heads and widths follow from the lists that are read; the second is the length of a table.
+        inert=("qkv_multipliers", "num_gqa_groups", "rope_max_length"),
+        written={
+            "normalize_qk_projections": True,
+            "ffn_with_glu": True,
+            "normalization_layer_name": "rms_norm",
+        },
+        sizes="multiples",
     ),
     "phi3": Family(
         architecture="Phi3",

@@ -11,10 +11,11 @@ from pathlib import Path
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.common.folder import read_json
-from swiftkv_jax.config.families import FAMILIES, WRAPPERS, Family
+from swiftkv_jax.config.families import FAMILIES, OF_SIZES, WRAPPERS, Family
 from swiftkv_jax.config.gguf import config_of
 from swiftkv_jax.config.gguf_header import gguf_of
 from swiftkv_jax.config.rope import NONE, RopeConfig
+from swiftkv_jax.config.sizes import sizes_from_hf, sizes_written
 
 FULL_ATTENTION = 2**30  # a window no sequence fills
 OWN_CODE = "modeling_swiftkv"  # the module that a student's folder carries for transformers
@@ -245,7 +246,11 @@ def flag(raw: Mapping, name: str) -> bool:
 
 def fields_from_hf(family: str, raw: Mapping) -> dict:
     """ModelConfig's fields of a decoder; `raw` as `with_llama_names` gives it."""
-    heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
+    hidden = integer(raw, "hidden_size")
+    sizes = sizes_from_hf(FAMILIES[family].sizes, raw, integer(raw, "num_hidden_layers"), hidden)
+    widest = zip(OF_SIZES, map(max, zip(*sizes, strict=True)), strict=False)
+    raw = {**raw, **dict(widest)}
+    heads = integer(raw, "num_attention_heads")
     multi_head = family in _MULTI_HEAD or "num_key_value_heads" in raw  # null: one for each head
     bias, reads = flag(raw, "attention_bias"), FAMILIES[family].reads
     if bias and "attention_bias" not in reads:
@@ -283,6 +288,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "o_bias": flag(raw, FAMILIES[family].out_bias),
         "mlp_bias": flag(raw, "mlp_bias"),
         "windows": windows,
+        "sizes": sizes,
         "exit_head": flag(raw, "exit_head"),
         **_ropes_from_hf(family, raw, windows),
         **numbers,
@@ -436,7 +442,7 @@ def written_fields(config: typing.Any) -> dict:
     above."""
     family = FAMILIES[config.family]
     sliding = [window for window in config.windows if window != FULL_ATTENTION]
-    window, out = sliding[0] if sliding else None, {}
+    window, out = sliding[0] if sliding else None, sizes_written(family.sizes, config)
     types = [_FULL if w == FULL_ATTENTION else _SLIDING for w in config.windows]
     if family.window:
         out["sliding_window"] = window

@@ -26,6 +26,7 @@ from swiftkv_jax.config.hf import (
 )
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
+from swiftkv_jax.config.sizes import Sizes
 
 DTYPES = ("float32", "bfloat16", "float16")
 NORMS = ("rms", "rms_plus_one", "layer", "layer_plain")
@@ -42,6 +43,7 @@ class Kind(NamedTuple):
     window: int
     mlp: str
     rope: RopeConfig
+    sizes: Sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,9 @@ class ModelConfig:
       windows: keys that a query sees in each layer, its own included; FULL_ATTENTION for all.
       mlps: the kind of each layer's MLP, a key of `layers.MLPS`; empty: all are dense.
       ropes: the rotary embedding of each layer; empty: that of all is `rope`.
+      sizes: the numbers of heads and the MLP width of each layer; empty: those of all are num_heads,
+        num_kv_heads and intermediate_size, which are otherwise the largest of them. A layer with fewer query
+        heads has as many of them for each kv head as the widest has; rows in a cache are as wide as that.
       dtype: the checkpoint's dtype, and the default for loading it.
       max_position_embeddings: context length in tokens.
       encoder: config of the encoder whose output every layer also reads; None: there is none.
@@ -119,6 +124,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     mlps: tuple[str, ...] = ()
     ropes: tuple[RopeConfig, ...] = ()
+    sizes: tuple[Sizes, ...] = ()
     dtype: str = "float32"
     exit_head: bool = False
     encoder: "ModelConfig | None" = None
@@ -130,6 +136,11 @@ class ModelConfig:
     def __post_init__(self):
         if self.family not in FAMILIES:
             raise UsageError(f"model_type {self.family!r} is not supported; known: {', '.join(FAMILIES)}")
+        for size in self.sizes:
+            for name, value in size._asdict().items():
+                checks.integer(f"sizes: {name}", value, 1)
+        for name, values in zip(Sizes._fields, zip(*self.sizes, strict=True), strict=False):
+            object.__setattr__(self, name, max(values))
         for name in _SIZES:
             checks.integer(name, getattr(self, name), 1)
         if self.num_heads % self.num_kv_heads:
@@ -162,11 +173,21 @@ class ModelConfig:
                 f"windows needs one positive number for each of {self.num_layers} layers, not {windows}"
             )
         object.__setattr__(self, "windows", windows)
-        for name in ("mlps", "ropes"):
+        for name in ("mlps", "ropes", "sizes"):
             if len(given := getattr(self, name)) not in (0, self.num_layers):
                 raise UsageError(f"{name} needs one for each of {self.num_layers} layers, not {given}")
         if set(self.ropes) == {self.rope}:
             object.__setattr__(self, "ropes", ())
+        if len(set(self.sizes)) == 1:
+            object.__setattr__(self, "sizes", ())
+        for layer, (heads, kv_heads, _) in enumerate(self.sizes):
+            repeated = heads == self.num_heads and self.num_kv_heads % kv_heads == 0
+            if heads % kv_heads or not (repeated or heads * self.num_kv_heads == self.num_heads * kv_heads):
+                raise UsageError(
+                    f"layer {layer} has {heads} query heads and {kv_heads} kv heads; beside layers with "
+                    f"{self.num_heads} and {self.num_kv_heads} it needs as many query heads for each kv head, or "
+                    f"{self.num_heads} query heads and a divisor of {self.num_kv_heads}"
+                )
 
     def __hash__(self) -> int:
         """Of some fields, as programs hash their config at every call."""
@@ -175,10 +196,15 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kind of each layer: only layers of one kind lie in one stack."""
-        many = self.num_layers
-        return tuple(
-            map(Kind, self.windows, self.mlps or ("dense",) * many, self.ropes or (self.rope,) * many)
-        )
+        many, widest = self.num_layers, Sizes(self.num_heads, self.num_kv_heads, self.intermediate_size)
+        mlps, ropes = self.mlps or ("dense",) * many, self.ropes or (self.rope,) * many
+        return tuple(map(Kind, self.windows, mlps, ropes, self.sizes or (widest,) * many))
+
+    def at(self, layer: int) -> "ModelConfig":
+        """The config whose layers all have the sizes of `layer`."""
+        if not self.sizes:
+            return self
+        return dataclasses.replace(self, sizes=(), **self.sizes[layer]._asdict())
 
     @property
     def tables(self) -> tuple[RopeConfig, ...]:
@@ -300,7 +326,7 @@ class ModelConfig:
         """Whether the fused fill (kernels/fused_kv_fill) supports this model's way to make rows."""
         rms = self.norm in ("rms", "rms_plus_one") and self.norm_before
         turns = len(self.tables) == 1 and self.rotary_dim == self.head_dim and not self.rope.interleaved
-        return rms and turns and not (self.clip_qkv or self.qk_norm_whole)
+        return rms and turns and not (self.clip_qkv or self.qk_norm_whole or self.sizes)
 
     @property
     def kv_width(self) -> int:

@@ -111,6 +111,11 @@ def block_count(tokens: int, sequences: int) -> int:
     return sequences + (tokens - sequences) // block_size(tokens, sequences)
 
 
+def _filled(x: Float[Array, "T n H"], heads: int) -> Float[Array, "T N H"]:
+    """`x` with zeros for the heads that it lacks."""
+    return jnp.pad(x, ((0, 0), (0, heads - x.shape[1]), (0, 0))) if x.shape[1] < heads else x
+
+
 @pytree
 class Sources:
     """Which pages hold the encoder's output that each sequence of a batch reads.
@@ -303,7 +308,8 @@ class Cache:
         form = self.plan.rows[rows[0]].form
         where = tuple(self.plan.place(row) for row in rows)
         page, slot = places(self.table, batch.sequence, batch.position, batch.valid, self.page)
-        arrays = tuple(jnp.stack(each, axis=1) for each in zip(*made, strict=True))
+        wide = [tuple(self._widened(row, x) for x in each) for row, each in zip(rows, made, strict=True)]
+        arrays = tuple(jnp.stack(each, axis=1) for each in zip(*wide, strict=True))
 
         def put(pools, arrays, page, slot):
             both = zip(pools, arrays, strict=True)
@@ -369,7 +375,8 @@ class Cache:
         reader: the weights that the row's form needs for reading, see `rows.reader_of`. bias: added to the
         scores, by head and distance.
         """
-        form = self.plan.rows[row].form
+        form, heads = self.plan.rows[row].form, q.shape[1]
+        q = _filled(q, self.config.num_heads if self.config.sizes else heads)
 
         def read(q, pools, reader, bias, table, sequence, position):
             where = Paged(
@@ -389,7 +396,17 @@ class Cache:
         read = sharding.on_own_heads(read, self.mesh, self._cut(form), axes, ". . N .")
         where = self.table, batch.block_sequence, batch.block_position
         mixed = read(q[batch.block_token], self.stores[form], reader, bias, *where)
-        return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
+        return mixed.reshape(-1, *mixed.shape[2:])[batch.place][:, :heads]
+
+    def _widened(self, row: int, made: Float[Array, "T k H"]) -> Float[Array, "T K H"]:
+        """A row of a layer with fewer kv heads than the widest: each head again for some of the queries that
+        read it, if the layer has all query heads, else with heads that no query of the layer reads."""
+        if not self.config.sizes:
+            return made
+        heads, kv_heads, _ = self.config.kinds[self.plan.rows[row].maker].sizes
+        if heads == self.config.num_heads:
+            return jnp.repeat(made, self.config.num_kv_heads // kv_heads, axis=1)
+        return _filled(made, self.config.num_kv_heads)
 
     def _cut(self, form: str) -> bool:
         """Whether this form's arrays are sharded by head over the mesh; else every device has all of them."""

@@ -253,7 +253,7 @@ def turned(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batc
 
 def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
     """Rotated queries of the normalised input `h`, for scores scaled by the root of their width."""
-    q = in_heads(config, linear(h, p["q_proj"]), config.num_heads)
+    q = in_heads(config, linear(h, p["q_proj"]))
     q = norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q
     if config.attention_scale is not None:
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
@@ -269,7 +269,7 @@ def norm_heads(
     return norm(config, {"norm": gain}, whole).reshape(x.shape)
 
 
-def in_heads(config: ModelConfig, y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
+def in_heads(config: ModelConfig, y: Float[Array, "*batch E"]) -> Float[Array, "*batch K H"]:
     """A projection of queries, keys or values, clipped where the model clips them, cut into heads.
 
     Without the barrier XLA:TPU lays out the product by head, and so copies the weight into another layout at
@@ -277,7 +277,7 @@ def in_heads(config: ModelConfig, y: Float[Array, "*batch E"], heads: int) -> Fl
     """
     y = y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
     y = jax.lax.optimization_barrier(y) if device()[0] == "tpu" else y
-    return y.reshape(*y.shape[:-1], heads, -1)
+    return y.reshape(*y.shape[:-1], -1, config.head_dim)
 
 
 def relative_bias(

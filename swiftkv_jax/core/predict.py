@@ -7,6 +7,7 @@ and rotation; their output gets the base's norm and rotation (section 4.2; apple
     {"base": parameters, "auxiliary": parameters, "predictor": {"rows": [stack, ...]}}
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -22,13 +23,13 @@ from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import sharding, surgery, weights
 from swiftkv_jax.core.cache import Cache, make_batch
 from swiftkv_jax.core.ends import embed, logits
-from swiftkv_jax.core.layers import Rotary, linear, linear_weights
+from swiftkv_jax.core.layers import Rotary, kernel_of, linear, linear_weights
 from swiftkv_jax.core.loop import project_rows, run
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.rows import PLAIN, Pair, Raw
-from swiftkv_jax.core.scan import STREAM, Passed, Stacked, angles_and_segments, of_rows, through
-from swiftkv_jax.core.shapes import Array, Float, Int, Logits, PyTree, Tokens
+from swiftkv_jax.core.scan import STREAM, Passed, Stacked, angles_and_segments, filled, of_rows, through
+from swiftkv_jax.core.shapes import Array, Float, Int, Logits, PyTree, Tokens, Weight
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.causal_attention.segments import first_key
@@ -134,20 +135,32 @@ def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transform
 def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
     """The tree of `Weight`s; `cuts` as in `weights.partition`, for all three parts."""
     base, auxiliary = model.base, model.auxiliary
-    inside, outside = ("D", auxiliary.config.kv_width), ("E", base.config.kv_width)
-    projection = linear_weights(inside, outside, True, inside[1] ** -0.5)
-    rows = base.plan.num_rows
-    stacks = [rows] if cuts is not None else [1] * rows
+    stacks = [(*sizes, len(list(same))) for sizes, same in itertools.groupby(row_widths(model))]
+    if cuts is None:
+        stacks = [(*sizes, 1) for sizes in row_widths(model)]
+    maps = [(linear_weights(("D", a), ("E", b), True, a**-0.5), n) for a, b, n in stacks]
     return {
         "base": weights.weights(base.config, base.plan, cuts),
         "auxiliary": weights.weights(auxiliary.config, auxiliary.plan, cuts),
         "predictor": {
             "rows": [
                 {name: jax.tree.map(lambda w, n=n: w.stacked(n), projection) for name in PLAIN.projections}
-                for n in stacks
+                for projection, n in maps
             ]
         },
     }
+
+
+def row_widths(model: Predicted) -> list[tuple[int, int]]:
+    """(E of the auxiliary's row, E of the base's) of each map."""
+
+    def width(part: Transformer, row: int) -> int:
+        return part.config.at(part.plan.rows[row].maker).kv_width
+
+    return [
+        (width(model.auxiliary, read), width(model.base, row))
+        for row, read in enumerate(model.prediction.reads)
+    ]
 
 
 def split_layers(model: Transformer | Predicted, params: PyTree) -> PyTree:
@@ -181,6 +194,11 @@ def for_mesh(model: Transformer | Predicted, params: PyTree, mesh: Mesh) -> tupl
         raise UsageError(f"the auxiliary model: {error}") from None
     wide, predictor = Predicted(base, auxiliary, model.prediction), params["predictor"]
     if wide != model:
+        if base.config.sizes or auxiliary.config.sizes:
+            raise UsageError(
+                "one of the two models has layers with different numbers of heads, and the other fewer kv "
+                "heads than there are devices: tensor parallelism takes a divisor of both models' kv heads"
+            )
         made = described(wide, cuts=None)["predictor"]
         where = jax.tree.map(lambda w: sharding.named(mesh, w.axes, w.shape), made)
         predictor = jax.jit(partial(_widened, model, wide), out_shardings=where)(predictor)
@@ -211,24 +229,31 @@ def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
 
 def identity(model: Predicted, dtype=jnp.float32) -> PyTree:
     """A predictor that gives the auxiliary's rows as they are."""
-    inside, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
-    if inside != outside:
-        raise UsageError(
-            f"an identity start needs rows of one width, not {inside} and {outside}: use least_squares"
-        )
-    rows = model.base.plan.num_rows
-    kernel = jnp.broadcast_to(jnp.eye(inside, dtype=dtype), (rows, inside, outside))
-    zeros = jnp.zeros((rows, outside), dtype)
-    return {"rows": [{name: {"kernel": kernel, "bias": zeros} for name in PLAIN.projections}]}
+    for inside, outside in row_widths(model):
+        if inside != outside:
+            raise UsageError(
+                f"an identity start needs rows of one width, not {inside} and {outside}: use least_squares"
+            )
+
+    def one(weight: Weight) -> Array:
+        start = jnp.eye(weight.shape[-1]) if len(weight.shape) == 3 else jnp.zeros(())
+        return jnp.broadcast_to(start, weight.shape).astype(dtype)
+
+    return jax.tree.map(one, described(model)["predictor"])
 
 
 def uniform(model: Predicted, key: Array, dtype=jnp.float32) -> PyTree:
     """A random predictor, each number in +-1 / sqrt(inputs): apple/corenet's start, which is PyTorch's."""
-    bound = model.auxiliary.config.kv_width**-0.5
-    leaves, tree = jax.tree.flatten(described(model)["predictor"])
-    keys = jax.random.split(key, len(leaves))
-    made = [jax.random.uniform(k, w.shape, dtype, -bound, bound) for k, w in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, made)
+    stacks = described(model)["predictor"]["rows"]
+    leaves, tree = jax.tree.flatten(stacks)
+    keys = jax.tree.unflatten(tree, list(jax.random.split(key, len(leaves))))
+
+    def one(p: PyTree, keys: PyTree) -> PyTree:
+        bound = p["kernel"].shape[-2] ** -0.5
+        return {name: jax.random.uniform(keys[name], w.shape, dtype, -bound, bound) for name, w in p.items()}
+
+    pairs = zip(stacks, keys, strict=True)
+    return {"rows": [{name: one(p[name], k[name]) for name in p} for p, k in pairs]}
 
 
 # ---- full sequences: the definition, and training ----------------------------------------------------
@@ -299,12 +324,14 @@ def read(
 
 def predict_rows(model: Predicted, params: PyTree, given: Raw) -> Raw:
     """The base's rows [R, B, T, E] as they would leave its projections, predicted from the auxiliary's rows
-    [R, B, T, E]."""
+    [R, B, T, E]; narrower rows end in zeros, which are not read."""
     made = [
         jax.vmap(partial(_predicted, model))(stack, part)
-        for stack, part in _by_stack(params["predictor"]["rows"], given)
+        for stack, part in _by_stack(params["predictor"]["rows"], given, -2)
     ]
-    return _joined(made, _RAW)
+    widest = max(y[0].shape[-1] for y in made)
+    parts = zip(*made, strict=True)
+    return tuple(constrain(jnp.concatenate([filled(y, widest) for y in each]), _RAW) for each in parts)
 
 
 def _predicted(model: Predicted, p: PyTree, raw: Raw) -> Raw:
@@ -329,26 +356,23 @@ def finished(
     return out
 
 
-def heads(model: Transformer, params: PyTree, raw: Raw) -> Raw:
-    """All rows of a model [R, B, T, K, H], keys normed where it norms them, and not rotated."""
+def heads(model: Transformer, params: PyTree, raw: Raw) -> list[Raw]:
+    """The rows of each of a model's stacks [n, B, T, K, H], keys normed where it norms them, and not
+    rotated."""
     made = [
         jax.vmap(partial(PLAIN.unturned, model.config))(stack, part)
         for stack, part in _by_stack(params["rows"], raw)
     ]
-    return _joined(made, _CUT)
+    return [tuple(constrain(y, _CUT) for y in each) for each in made]
 
 
-def _by_stack(stacks: Sequence[PyTree], raw: Raw) -> list[tuple[PyTree, Raw]]:
-    """Each stack of rows' weights, with its part of these rows."""
-    ranges = weights.ranges(stacks)
-    cut = [raw if len(ranges) == 1 else tuple(y[part.start : part.stop] for y in raw) for part in ranges]
-    return list(zip(stacks, cut, strict=True))
-
-
-def _joined(made: list[Raw], axes: str) -> Raw:
-    """The rows of all stacks in one array each, sharded by `axes`."""
-    parts = zip(*made, strict=True)
-    return tuple(constrain(jnp.concatenate(y) if len(made) > 1 else y[0], axes) for y in parts)
+def _by_stack(stacks: Sequence[PyTree], raw: Raw, axis: int = -1) -> list[tuple[PyTree, Raw]]:
+    """Each stack of rows' weights, with its part of these rows, as wide as `axis` of its kernels."""
+    out = []
+    for stack, part in zip(stacks, weights.ranges(stacks), strict=True):
+        width = kernel_of(stack[PLAIN.projections[0]]).shape[axis]
+        out.append((stack, tuple(y[part.start : part.stop, ..., :width] for y in raw)))
+    return out
 
 
 def deepest(plan: KVPlan, rows: Iterable[int]) -> int:

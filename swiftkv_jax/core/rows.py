@@ -176,7 +176,7 @@ class KeysValues(Form):
 
     def unturned(self, config: ModelConfig, p: PyTree, raw: Raw) -> Pair:
         """Keys, normed where the model norms them and before their rotation, and values."""
-        keys, values = (in_heads(config, x, config.num_kv_heads) for x in raw)
+        keys, values = (in_heads(config, x) for x in raw)
         return norm_heads(config, keys, p["k_norm"]) if "k_norm" in p else keys, values
 
     def finish(self, config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> tuple[KeyValues, ...]:
@@ -440,6 +440,8 @@ def _unread(config: ModelConfig) -> str:
     """Why kernels that read other rows than keys and values do not compute this model's scores, or ""."""
     if config.attention_softcap:
         return "the kernels that read such rows have no soft cap of scores"
+    if config.sizes:
+        return "its layers have different numbers of heads"
     return (
         f"keys and values are clipped at {config.clip_qkv}, which nothing undoes" if config.clip_qkv else ""
     )
@@ -477,6 +479,11 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
             raise UsageError(f"rows have no form {form!r}; known: {', '.join(known)}{suggest(form, known)}")
         if reason := FORMS[form].refuses(config):
             raise UsageError(f"rows cannot be stored as {form!r}: {reason}")
+    for number, row in enumerate(plan.rows):
+        heads = {layer: config.kinds[layer].sizes[:2] for layer in (row.maker, *plan.readers(number))}
+        if len(set(heads.values())) > 1:
+            listed = ", ".join(f"layer {layer} has {n} and {k}" for layer, (n, k) in heads.items())
+            raise UsageError(f"layers that share a row need the same numbers of query and kv heads: {listed}")
     if plan.cross and config.encoder is None:
         raise UsageError(f"cross-attention rows need an encoder, which {config.family} has not")
     if config.encoder is not None and plan.forms_of(ENCODER) == ():

@@ -280,9 +280,20 @@ def together(rows: Sequence[Stacked]) -> tuple[tuple[Array, ...], PyTree, list[i
     return arrays, readers, list(range(len(rows)))
 
 
+def filled(x: Float[Array, "*batch e"], width: int) -> Float[Array, "*batch E"]:
+    """`x` with zeros up to `width`."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
 def of_rows(kept: Mapping[int, Stacked], rows: Iterable[int]) -> tuple[Array, ...]:
-    """The arrays [n, B, T, ...] of these rows, in this order."""
-    arrays, _, index = together([kept[row] for row in rows])
+    """The arrays [n, B, T, E] of these rows, in this order; narrower rows end in zeros."""
+    found = [kept[row] for row in rows]
+    widest = max(row.arrays[0].shape[-1] for row in found)
+    if any(row.arrays[0].shape[-1] < widest for row in found):
+        found = [
+            Stacked(tuple(filled(y[row.index][None], widest) for y in row.arrays), {}, 0) for row in found
+        ]
+    arrays, _, index = together(found)
     whole = index == list(range(arrays[0].shape[0]))
     return tuple(constrain(y if whole else y[jnp.array(index)], ". B T E") for y in arrays)
 

@@ -257,6 +257,11 @@ def widened(model: Transformer, parts: int) -> Transformer:
         )
     if kv_heads % parts == 0:
         return model
+    if model.config.sizes:
+        raise UsageError(
+            f"the layers of this model have different numbers of heads, and at most {kv_heads} kv heads, "
+            f"which {parts} devices cannot share: tensor parallelism takes a divisor of {kv_heads}"
+        )
     return Transformer(dataclasses.replace(model.config, num_kv_heads=parts), model.plan, model.dtype)
 
 
@@ -352,6 +357,7 @@ def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
         windows=tuple(config.windows[layer] for layer in keep),
         mlps=tuple(config.mlps[layer] for layer in keep if config.mlps),
         ropes=tuple(config.ropes[layer] for layer in keep if config.ropes),
+        sizes=tuple(config.kinds[layer].sizes for layer in keep),
         exit_head=False,
     )
     return Transformer(shape, KVPlan.from_rows([plan.reads[layer] for layer in keep], lower), model.dtype)

@@ -52,7 +52,7 @@ def partition(
     """
     every = range(plan.num_layers)
     cuts = set(every) if cuts is None else set(cuts) & set(every)
-    tables = [kind.rope for kind in kinds]
+    tables = [(kind.rope, kind.sizes.num_kv_heads) for kind in kinds]
     starts = sorted({run.start for run in plan.runs(kinds, tables)} | cuts)
     layers = tuple(range(a, b) for a, b in zip(starts, [*starts[1:], plan.num_layers], strict=True))
 
@@ -87,8 +87,12 @@ def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
     vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
     norm = norm_weights(config)
     tree = {
-        "layers": [_stack(_layer(config, plan, run.start), len(run)) for run in layers],
-        "rows": [_stack(FORMS[plan.rows[r.start].form].weights(config), len(r)) for r in made],
+        "layers": [_stack(_layer(config.at(run.start), plan, run.start), len(run)) for run in layers],
+        "rows": [
+            _stack(FORMS[row.form].weights(config.at(row.maker)), len(r))
+            for r in made
+            for row in (plan.rows[r.start],)
+        ],
         **norm,
     }
     if config.learned_positions:

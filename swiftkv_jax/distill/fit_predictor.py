@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.core.predict import Predicted, read
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.predict import Predicted, described, read, row_widths
 from swiftkv_jax.core.rows import PLAIN
 from swiftkv_jax.core.scan import of_rows
 from swiftkv_jax.core.shapes import Array, PyTree
@@ -73,12 +74,20 @@ def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float
         raise UsageError(f"a least-squares predictor has {given}: raise init_tokens, or --tokens")
     place = {row: i for i, row in enumerate(sorted(set(reads)))}
 
-    def solved(which: int) -> PyTree:
-        sums = [
-            Moments(gram[place[read], which], cross[row, which][None, :, None], tokens)
-            for row, read in enumerate(reads)
-        ]
-        maps = np.stack([solve(each, ridge, width)[0, :, 0] for each in sums]).astype(np.float32)
-        return {"kernel": jnp.asarray(maps[:, :width]), "bias": jnp.asarray(maps[:, width])}
+    def solved(row: int, which: int) -> PyTree:
+        inside, outside = row_widths(model)[row]
+        own = [*range(inside), width]  # without the zeros of a narrower row, with the 1
+        sums = gram[place[reads[row]], which][np.ix_(own, own)], cross[row, which][own, :outside]
+        found = solve(Moments(sums[0], sums[1][None, :, None], tokens), ridge, inside)[0, :, 0]
+        return {"kernel": found[None, :inside], "bias": found[None, inside]}
 
-    return {"rows": [{name: solved(which) for which, name in enumerate(PLAIN.projections)}]}
+    alone = [
+        {name: solved(row, which) for which, name in enumerate(PLAIN.projections)}
+        for row in range(len(reads))
+    ]
+    held = weights.ranges(described(model)["predictor"]["rows"])
+    stacks = [
+        jax.tree.map(lambda *x: jnp.asarray(np.concatenate(x), jnp.float32), *alone[r.start : r.stop])
+        for r in held
+    ]
+    return {"rows": stacks}

@@ -116,9 +116,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     return total, {name: value for name, (_, value) in terms.items()}
 
 
-def differences(
-    got: tuple[Array, ...], want: tuple[Array, ...], real: Float[Array, "B T"]
-) -> Float[Array, ""]:
+def differences(got: PyTree, want: PyTree, real: Float[Array, "B T"]) -> Float[Array, ""]:
     """Sum over rows, real tokens, and keys and values, of the mean absolute difference over heads and widths,
     in float32."""
 
@@ -127,7 +125,8 @@ def differences(
         gap *= jax.lax.stop_gradient(jnp.sign(gap))  # jnp.abs has a slope of 1 at 0; equal rows have none
         return jnp.sum(jnp.mean(gap, axis=(-2, -1)) * real)
 
-    return sum((distance(a, b) for a, b in zip(got, want, strict=True)), jnp.zeros(()))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return sum((distance(a, b) for a, b in pairs), jnp.zeros(()))
 
 
 def evaluate_batch(
