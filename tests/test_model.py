@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ODD, PLAIN, sized, tiny
+from tiny_models import ODD, PLAIN, REPEATED, SIZED, sized, tiny
 
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
@@ -100,11 +100,15 @@ def check_step(plan, config, chunks, choose=lambda i: True) -> int:
     return seen
 
 
-@pytest.mark.slow("split1x2", "split1x3", "split2", "split3", "cross_layer")
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_step_is_forward_for_every_plan(plan):
+OF_OWN_SIZES = [("standard", SIZED), ("split1x2", SIZED), ("split2", REPEATED)]
+EVERY = [(plan, ODD) for plan in PLANS] + OF_OWN_SIZES
+
+
+@pytest.mark.slow("split1x2", "split1x3", "split2", "split3", "cross_layer", "sized", "repeated_split2")
+@pytest.mark.parametrize("plan, config", EVERY, ids=[*PLANS, "sized", "sized_split1x2", "repeated_split2"])
+def test_step_is_forward_for_every_plan(plan, config):
     """They agree at every position of a ragged, chunked, padded batch over shuffled pages amid NaN."""
-    assert check_step(plan, ODD, [(5, 4, 7), (0, 0, 3), (8, 0, 1), (6, 0, 0)]) == sum(LENGTHS)
+    assert check_step(PLANS[plan], config, [(5, 4, 7), (0, 0, 3), (8, 0, 1), (6, 0, 0)]) == sum(LENGTHS)
 
 
 FREE = dataclasses.replace(  # of rotary embedding: a model that can store rows in every form

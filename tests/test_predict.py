@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import ODD, PLAIN, tiny
+from tiny_models import ODD, PLAIN, REPEATED, SIZED, tiny
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan, Prediction
@@ -31,6 +31,7 @@ PAIRS = {
     "acrosskv_base": (ODD, KVPlan.swiftkv(LAYERS, 1, 2), SHORT, KVPlan.standard(2), (1, 0, 1)),
     "acrosskv_auxiliary": (PLAIN, STANDARD, ODD, KVPlan.swiftkv(LAYERS, 1, 2), (0, 2, 1, 1)),
     "not_the_deepest_row": (PLAIN, STANDARD, ODD, STANDARD, (0, 1, 1, 0)),
+    "of_own_sizes": (SIZED, STANDARD, REPEATED, STANDARD, (0, 1, 3, 3)),
 }
 # Most of the time is compiling; the numbers are the same without LLVM's optimisations.
 jit = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})

@@ -1,10 +1,13 @@
 """Tiny random models whose norms, biases and logits are all far from trivial."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.sizes import Sizes
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 
@@ -21,6 +24,11 @@ ODD = ModelConfig(
     qk_norm=True,
     tie_word_embeddings=True,
     windows=(3, 2**30, 5, 2**30),
+)
+# Layers with their own heads and MLP widths. A narrower row ends in heads of zeros, or repeats its heads.
+SIZED, REPEATED = (
+    dataclasses.replace(PLAIN, qk_norm=True, sizes=tuple(map(Sizes, heads, kv_heads, (24, 40, 40, 16))))
+    for heads, kv_heads in (((4, 8, 8, 4), (1, 2, 2, 1)), ((8, 8, 8, 8), (4, 2, 2, 1)))
 )
 
 

@@ -185,8 +185,8 @@ class ModelConfig:
             if heads % kv_heads or not (repeated or heads * self.num_kv_heads == self.num_heads * kv_heads):
                 raise UsageError(
                     f"layer {layer} has {heads} query heads and {kv_heads} kv heads; beside layers with "
-                    f"{self.num_heads} and {self.num_kv_heads} it needs as many query heads for each kv head, or "
-                    f"{self.num_heads} query heads and a divisor of {self.num_kv_heads}"
+                    f"{self.num_heads} and {self.num_kv_heads} it needs as many query heads for each kv "
+                    f"head, or {self.num_heads} query heads and a divisor of {self.num_kv_heads}"
                 )
 
     def __hash__(self) -> int:

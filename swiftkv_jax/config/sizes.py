@@ -2,7 +2,7 @@
 
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError
@@ -32,7 +32,7 @@ def sizes_written(how: str, config: typing.Any) -> dict:
     return WRITTEN[how]([kind.sizes for kind in config.kinds], config) if how else {}
 
 
-def _listed(raw: Mapping, name: str, layers: int, read: typing.Callable) -> list:
+def _listed(raw: Mapping, name: str, layers: int, read: Callable) -> list:
     """A field with one number for each layer."""
     where, values = f"config.json: {name}", raw.get(name)
     if not isinstance(values, list | tuple) or len(values) != layers:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import ODD, PLAIN, tiny
+from tiny_models import ODD, PLAIN, SIZED, tiny
 
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, weights
@@ -57,10 +57,14 @@ def rows_of(model, params, data) -> list[dict[str, np.ndarray]]:
     return out
 
 
+SHORTER = dataclasses.replace(SIZED, num_layers=2, windows=(), sizes=SIZED.sizes[:2])
+
+
 @pytest.mark.slow
-def test_maps_are_those_of_lstsq_with_a_ridge_on_all_but_the_intercept():
-    base, base_params = tiny(ODD, KVPlan.standard(4))
-    auxiliary, aux_params = tiny(SHORT, KVPlan.standard(2), seed=1)
+@pytest.mark.parametrize("of_base, of_auxiliary", [(ODD, SHORT), (SIZED, SHORTER)], ids=["", "of_own_sizes"])
+def test_maps_are_those_of_lstsq_with_a_ridge_on_all_but_the_intercept(of_base, of_auxiliary):
+    base, base_params = tiny(of_base, KVPlan.standard(4))
+    auxiliary, aux_params = tiny(of_auxiliary, KVPlan.standard(2), seed=1)
     model, data, ridge = Predicted(base, auxiliary, Prediction(READS)), batches(), 1e-2
     got = fit(model, {"base": base_params, "auxiliary": aux_params}, data, ridge)
     given, wanted = rows_of(auxiliary, aux_params, data), rows_of(base, base_params, data)

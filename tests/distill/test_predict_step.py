@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_step import packed_batch
-from tiny_models import ODD, PLAIN, tiny
+from tiny_models import ODD, PLAIN, SIZED, tiny
 
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, weights
@@ -28,6 +28,7 @@ PAIRS = {
     "swiftkv_base": (PLAIN, KVPlan.swiftkv(4, 2), SHORT, KVPlan.standard(2), (0, 1, 1, 0)),
     "acrosskv_auxiliary": (ODD, STANDARD, PLAIN, KVPlan.swiftkv(4, 1, 2), (0, 2, 1, 1)),
     "not_the_deepest_row": (PLAIN, STANDARD, ODD, STANDARD, (0, 1, 1, 2)),
+    "of_own_sizes": (SIZED, STANDARD, NORMED, STANDARD, (0, 1, 1, 2)),
 }
 ALL = PredictionLossConfig(kl_weight=0.5, aux_weight=0.7, rows_weight=0.3, z_loss=1e-2, chunk_mib=0.01)
 
@@ -82,7 +83,7 @@ def linear64(x, p):
 
 def keys64(config, maker, flat):
     """Keys by head, normed where the model norms them, and not rotated."""
-    k = flat.reshape(len(flat), config.num_kv_heads, config.head_dim)
+    k = flat.reshape(len(flat), -1, config.head_dim)
     return norm64(k, maker["k_norm"], config.rms_norm_eps) if "k_norm" in maker else k
 
 
@@ -101,9 +102,9 @@ def model64(config, params, tokens, positions, segments, given=None):
         flat_k, flat_v = rows[-1] if given is None else given[layer]
         k = turned64(config, keys64(config, maker, flat_k), positions)
         v = flat_v.reshape(k.shape)
-        q = linear64(h, attention["q_proj"]).reshape(len(x), config.num_heads, config.head_dim)
+        q = linear64(h, attention["q_proj"]).reshape(len(x), -1, config.head_dim)
         q = turned64(config, norm64(q, attention["q_norm"], eps) if "q_norm" in attention else q, positions)
-        k, v = (np.repeat(y, config.num_heads // config.num_kv_heads, axis=1) for y in (k, v))
+        k, v = (np.repeat(y, q.shape[1] // y.shape[1], axis=1) for y in (k, v))
         scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(config.head_dim)
         shares = np.exp(
             np.where(seen, scores - scores.max(-1, keepdims=True, where=seen, initial=-1e9), -np.inf)
@@ -148,14 +149,15 @@ def terms64(model: Predicted, params, batch: Batch, temperature: float) -> dict[
         for row, (mine, theirs) in enumerate(zip(rows, wanted, strict=True)):
             maker = weights.row(params["base"], row)
             k, other = (keys64(base, maker, x[0])[real] for x in (mine, theirs))
-            width = base.kv_width
+            width = mine[1].shape[-1]
             found["rows"] += (np.abs(k - other).sum() + np.abs(mine[1] - theirs[1])[real].sum()) / width
     counted, real = float(batch.mask.sum()), float((batch.segments > 0).sum())
     return {name: x / (real if name == "rows" else counted) for name, x in found.items()}
 
 
-def test_terms_are_those_of_a_definition_in_float64():
-    model, params = pair("standard")
+@pytest.mark.parametrize("name", ["standard", "of_own_sizes"])
+def test_terms_are_those_of_a_definition_in_float64(name):
+    model, params = pair(name)
     batch = packed_batch()
     value, got, _ = terms(recipe_of(model), params, batch)
     want = terms64(model, params, batch, ALL.temperature)
