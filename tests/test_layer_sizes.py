@@ -1,7 +1,10 @@
 """Layers with their own numbers of heads and MLP widths, against the published definition of OpenELM."""
 
+import dataclasses
 import json
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +16,12 @@ from torch.nn import functional
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import Prediction
+from swiftkv_jax.core import predict
 from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import layer_pruned
 from swiftkv_jax.engine.llm import LLM
 
 HEADS, KV_HEADS, FFN = (4, 4, 8, 12), (1, 1, 2, 3), (32, 64, 64, 96)
@@ -167,3 +174,25 @@ def test_plans_that_need_equal_layers_are_refused(openelm):
         skv.to_swiftkv(model, params, skv.KVPlan.swiftkv(4, 1, 2))
     with pytest.raises(UsageError, match="rows cannot be stored as 'k'"):
         skv.to_slim(model, params)
+
+
+def test_an_engine_serves_a_base_that_some_of_its_layers_read_for(openelm, tmp_path):
+    """KV prediction from layers 0 and 2, saved and loaded: greedy tokens of the definition."""
+    base, params = from_pretrained(openelm)
+    auxiliary, own = layer_pruned(base, params, (0, 2))
+    pair = Predicted(base, auxiliary, Prediction.nearest(4, (0, 2)))
+    predictor = jax.tree.map(lambda x: 2 * x, predict.uniform(pair, jax.random.key(2)))
+    parts = {"base": params, "auxiliary": own, "predictor": predictor}
+    skv.save_pretrained(tmp_path / "pair", pair, parts, base=openelm)
+    _, back = skv.from_pretrained(tmp_path / "pair")
+    jax.tree.map(np.testing.assert_array_equal, back, parts)
+    want = []
+    for prompt in (list(prompt) for prompt in prompts()):
+        first = len(prompt)
+        x = jax.jit(partial(predict.forward, pair))(parts, jnp.array([prompt]))
+        prompt.append(int(logits(base, params, x)[0, -1].argmax()))
+        want.append(prompt[first:])
+    llm = LLM(tmp_path / "pair", tokenizer=tiny.Bytes(), **tiny.SIZES)
+    greedy = dataclasses.replace(tiny.GREEDY, max_tokens=1)
+    assert tiny.tokens(llm.generate(prompts(), greedy, use_tqdm=False)) == want
+    assert want != [generated(openelm, prompt, 1) for prompt in prompts()], "prediction must matter"

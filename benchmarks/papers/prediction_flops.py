@@ -12,11 +12,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from swiftkv_jax.common.checks import above, integer, number
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.config.plan import Prediction, ascending
+from swiftkv_jax.config.plan import KVPlan, Prediction, ascending
+from swiftkv_jax.core import weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,16 +40,12 @@ class Sizes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Sizes":
-        """The sizes of a model of equal layers; norms and biases are not counted."""
-        layers, matrices = config.num_layers, 1 if config.tie_word_embeddings else 2
-        of_layer = {
-            "heads": config.num_heads,
-            "kv_heads": config.num_kv_heads,
-            "ffn": config.intermediate_size,
-        }
-        sizes: dict = {name: (size,) * layers for name, size in of_layer.items()}
-        sizes |= {"extra": matrices * config.vocab_size * config.hidden_size, "matrices": 2 + config.gated}
-        return cls(width=config.hidden_size, head_dim=config.head_dim, **sizes)
+        """The sizes of a model."""
+        heads, kv_heads, ffn = zip(*(kind.sizes for kind in config.kinds), strict=True)
+        sizes = {"heads": heads, "kv_heads": kv_heads, "ffn": ffn, "matrices": 2 + config.gated, "extra": 0}
+        alone = cls(width=config.hidden_size, head_dim=config.head_dim, **sizes)
+        every = weights.count(weights.weights(config, KVPlan.standard(config.num_layers)))
+        return dataclasses.replace(alone, extra=every - alone.parameters)
 
     def kept(self, layers: Sequence[int]) -> "Sizes":
         """The sizes with only these layers: a layer-pruned model."""
@@ -85,28 +83,10 @@ class Sizes:
         return 2.0 * dense + 4.0 * keys * self.head_dim * sum(self.heads[:depth])
 
 
-def openelm(width: int, layers: int, head_dim: int, vocab: int = 32000) -> Sizes:
-    """OpenELM's sizes (arXiv 2404.14619): heads and ffn grow with depth, from 0.5 to 1 and from 0.5 to 4."""
-
-    def steps(first: float, last: float) -> list[float]:
-        return [round(first + (last - first) * i / (layers - 1), 2) for i in range(layers)]
-
-    def divisible(value: float, by: int) -> int:
-        near = max(by, int(value + by / 2) // by * by)
-        return near + by if near < 0.9 * value else near
-
-    heads = tuple(divisible(width * m, 4 * head_dim) // head_dim for m in steps(0.5, 1.0))
-    ffn = tuple(divisible(width * m, 256) for m in steps(0.5, 4.0))
-    extra = width * (vocab + 1) + layers * 2 * (width + head_dim)  # norms, also of queries and keys
-    kv_heads = tuple(n // 4 for n in heads)
-    return Sizes(width=width, head_dim=head_dim, heads=heads, kv_heads=kv_heads, ffn=ffn, extra=extra)
-
-
+_ARCHITECTURES = Path(__file__).parents[2] / "configs" / "architectures"
 OPENELM = {
-    "270M": openelm(1280, 16, 64),
-    "450M": openelm(1536, 20, 64),
-    "1.1B": openelm(2048, 28, 64),
-    "3B": openelm(3072, 36, 128),
+    name: Sizes.of(ModelConfig.from_hf(_ARCHITECTURES / f"openelm_{name.lower().replace('.', '_')}.json"))
+    for name in ("270M", "450M", "1.1B", "3B")
 }
 
 # "FLOPs reduction" of Tables 3 and 5 to 8; Table 3 prints 3.59 for 1.1B's 0.25.

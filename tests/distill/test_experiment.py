@@ -1,17 +1,19 @@
 """Experiment files, `--set`, and the recipes against the paper's trainable shares."""
 
 import dataclasses
+import importlib
 import itertools
 from pathlib import Path
 
 import jax
 import pytest
 
+from benchmarks.papers.prediction_flops import PRINTED
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core import predict, sharding, weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
@@ -19,12 +21,14 @@ from swiftkv_jax.distill.config import Experiment, PlanConfig, from_package, loa
 from swiftkv_jax.distill.fields import override, rows, table
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-OTHERS = ("tiny", "tiny_kvp", "demo_teacher", "mha_teacher", "paper_recipe", "one_gpu")
+OTHERS = ("tiny", "tiny_kvp", "demo_teacher", "mha_teacher", "paper_recipe", "one_gpu", "openelm_pair")
 # KV prediction: billions of the base and the auxiliary (model cards); the predictor by hand, two biased maps
 # for each row of the base.
 PREDICTED = {
     "llama8b_kvp_1b": (8.030, 1.236, 32 * 2 * (512 * 1024 + 1024)),
     "llama70b_kvp_8b": (70.554, 8.030, 80 * 2 * (1024 * 1024 + 1024)),
+    "openelm1_1b_kvp_450m": (1.080, 0.457, 6_206_592),
+    "openelm3b_kvp_half": (3.037, 1.541, 25_469_952),
 }
 OTHERS += tuple(PREDICTED)
 PUBLISHED = sorted(p.stem for p in CONFIGS.glob("*.py") if p.stem not in OTHERS)
@@ -107,7 +111,19 @@ def test_a_predictors_recipe_trains_the_auxiliary_and_the_maps(name):
     assert weights.count(trained["auxiliary"]) / 1e9 == pytest.approx(auxiliary, abs=1e-3)
     assert weights.count(trained["predictor"]) == maps
     served = [model.prediction.reads.count(row) for row in range(model.auxiliary.plan.num_rows)]
-    assert served == {"llama8b_kvp_1b": [2] * 16, "llama70b_kvp_8b": [3] * 16 + [2] * 16}[name]
+    many = {"llama70b_kvp_8b": [3] * 16 + [2] * 16, "openelm1_1b_kvp_450m": [2] * 8 + [1] * 12}
+    assert served == many.get(name, [2] * len(served))
+
+
+@pytest.mark.parametrize("name", [name for name in PRINTED if "-KVP-" in name])
+def test_every_openelm_pair_saves_what_the_paper_says(name, monkeypatch):
+    """FLOPs reduction is the ratio of parameters (section 4.4), to the printed digits."""
+    monkeypatch.syspath_prepend(CONFIGS)
+    pair = importlib.import_module("openelm_pair").openelm_pair
+    base, kind, which = name.replace("1.1B", "1_1B").replace("KVP-", "").split("-")
+    model = start.abstract_student(pair(base, which) if kind == "C" else pair(base, share=float(which)))
+    tree = predict.described(model)
+    assert round(weights.count(tree["base"]) / weights.count(tree["auxiliary"]), 2) == PRINTED[name]
 
 
 def recipe_rows(student: Transformer):
