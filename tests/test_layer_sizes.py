@@ -4,18 +4,22 @@ import dataclasses
 import json
 from functools import partial
 
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import tiny_engine as tiny
 import torch
+import transformers
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.config.plan import Prediction
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.ends import logits
@@ -148,9 +152,66 @@ def test_an_engine_serves_openelm_and_its_student(openelm, tmp_path):
     llm = LLM(openelm, tokenizer=tiny.Bytes(), **tiny.SIZES)
     want = [generated(openelm, prompt) for prompt in prompts()]
     assert tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == want
-    save_pretrained(tmp_path, *skv.to_swiftkv(*from_pretrained(openelm), skv.KVPlan.swiftkv(4, 3)))
+    with pytest.warns(UsageWarning, match="no PyTorch code"):
+        save_pretrained(tmp_path, *skv.to_swiftkv(*from_pretrained(openelm), skv.KVPlan.swiftkv(4, 3)))
     student = LLM(tmp_path, tokenizer=tiny.Bytes(), **tiny.SIZES)
     assert tiny.tokens(student.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == want
+
+
+BLOCKS = [
+    {"attention": {"n_heads_in_group": 4 // n, "no_op": False}, "ffn": {"ffn_mult": m, "no_op": False}}
+    for n, m in ((4, 7.5), (2, 16.0), (1, 8.0), (2, 7.5))  # of 2 / 3 x 48, up to a multiple of 256
+]
+DECILM = {
+    "nemotron-nas": ({"block_configs": BLOCKS}, (256, 512, 256, 256)),
+    "deci": ({"num_key_value_heads_per_layer": [4, 2, 1, 2], "intermediate_size": 80}, (80,) * 4),
+}
+
+
+@pytest.mark.slow("deci")
+@pytest.mark.parametrize("family", DECILM)
+def test_a_decilm_is_llama_with_layers_of_those_sizes(family, tmp_path):
+    """Also in an engine, where narrower rows repeat their heads."""
+    said, widths = DECILM[family]
+    theirs = hf_models.build("llama", rope_scaling=hf_models.LLAMA3, rope_theta=5e5)
+    config = {**theirs.config.to_dict(), "attn_implementation": "eager"}
+    for i, (kv_heads, ffn) in enumerate(zip((4, 2, 1, 2), widths, strict=True)):
+        of_layer = transformers.LlamaConfig(
+            **config | {"num_key_value_heads": kv_heads, "intermediate_size": ffn}
+        )
+        theirs.model.layers[i] = LlamaDecoderLayer(of_layer, i)
+    theirs = hf_models.randomised(theirs.eval(), "llama", False, 0)
+    tensors = {name: value.contiguous() for name, value in theirs.state_dict().items()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    raw = {
+        name: value
+        for name, value in config.items()
+        if name not in ("num_key_value_heads", "intermediate_size")
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw | said | {"model_type": family}))
+    model, params = from_pretrained(tmp_path)
+    tokens = prompts()[3]
+    with torch.no_grad():
+        want = theirs(torch.tensor([tokens])).logits[0].numpy()
+    got = logits(model, params, forward(model, params, jnp.array([tokens])))[0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    save_pretrained(tmp_path / "ours", model, params)
+    assert skv.ModelConfig.from_hf(tmp_path / "ours") == model.config
+    for name, value in safetensors.numpy.load_file(tmp_path / "ours" / "model.safetensors").items():
+        np.testing.assert_array_equal(value, tensors[name].numpy(), err_msg=name)
+    llm = LLM(tmp_path, tokenizer=tiny.Bytes(), **tiny.SIZES)
+    got = tiny.tokens(llm.generate([tokens], tiny.GREEDY, use_tqdm=False))[0]
+    with torch.no_grad():
+        whole = theirs(torch.tensor([tokens + got])).logits[0].argmax(-1)
+    assert got == whole[len(tokens) - 1 : -1].tolist()
+
+
+@pytest.mark.parametrize("part", ["attention", "ffn"])
+def test_blocks_without_attention_or_mlp_are_refused(part):
+    raw = {"model_type": "nemotron-nas", "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    block = BLOCKS[0] | {part: {"no_op": True}}
+    with pytest.raises(UsageError, match=f"{part}: no_op is True"):
+        skv.ModelConfig.from_hf(raw | {"vocab_size": 101, "block_configs": [block]})
 
 
 @pytest.mark.parametrize(
@@ -186,12 +247,10 @@ def test_an_engine_serves_a_base_that_some_of_its_layers_read_for(openelm, tmp_p
     skv.save_pretrained(tmp_path / "pair", pair, parts, base=openelm)
     _, back = skv.from_pretrained(tmp_path / "pair")
     jax.tree.map(np.testing.assert_array_equal, back, parts)
-    want = []
-    for prompt in (list(prompt) for prompt in prompts()):
-        first = len(prompt)
-        x = jax.jit(partial(predict.forward, pair))(parts, jnp.array([prompt]))
-        prompt.append(int(logits(base, params, x)[0, -1].argmax()))
-        want.append(prompt[first:])
+    ends = np.array([len(prompt) - 1 for prompt in prompts()])
+    padded = jnp.array([prompt + [0] * (33 - len(prompt)) for prompt in prompts()])
+    x = jax.jit(partial(predict.forward, pair))(parts, padded)
+    want = logits(base, params, x)[np.arange(len(ends)), ends].argmax(-1)[:, None].tolist()
     llm = LLM(tmp_path / "pair", tokenizer=tiny.Bytes(), **tiny.SIZES)
     greedy = dataclasses.replace(tiny.GREEDY, max_tokens=1)
     assert tiny.tokens(llm.generate(prompts(), greedy, use_tqdm=False)) == want

@@ -99,7 +99,7 @@ def serve(model: Predicted, params, tokens, chunk: int) -> tuple[np.ndarray, Cac
     return np.asarray(out), Caches(base, caches.auxiliary)
 
 
-@pytest.mark.slow("acrosskv_auxiliary", "acrosskv_base", "swiftkv_base")
+@pytest.mark.slow("acrosskv_auxiliary", "acrosskv_base", "swiftkv_base", "of_own_sizes")
 @pytest.mark.parametrize("name", PAIRS)
 def test_serving_equals_the_definition_for_any_pair_and_chunk(name):
     """Ragged prompts, one of a single token, over shuffled pages with NaN around them."""

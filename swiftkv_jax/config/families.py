@@ -282,6 +282,19 @@ FAMILIES: dict[str, Family] = {
         },
         sizes="multiples",
     ),
+    "nemotron-nas": Family(
+        architecture="DeciLM",
+        defaults={"rms_norm_eps": 1e-5},
+        omits=("num_key_value_heads", "intermediate_size"),
+        reads=(*_BIASES, "block_configs"),
+        sizes="blocks",
+    ),
+    "deci": Family(
+        architecture="DeciLM",
+        omits=("num_key_value_heads",),
+        reads=("attention_bias", "num_key_value_heads_per_layer"),
+        sizes="kv_heads",
+    ),
     "phi3": Family(
         architecture="Phi3",
         window="every",

@@ -3,6 +3,7 @@
 import math
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError
@@ -40,6 +41,9 @@ def _listed(raw: Mapping, name: str, layers: int, read: Callable) -> list:
     return [read(f"{where}[{i}]", value) for i, value in enumerate(values)]
 
 
+_positive = partial(checks.integer, least=1)
+
+
 def _openelm(raw: Mapping, layers: int, width: int) -> tuple[Sizes, ...]:
     """OpenELM's: lists of heads, and of MLP widths as multiples of the model's, rounded."""
     by = checks.integer("config.json: ffn_dim_divisor", raw["ffn_dim_divisor"], 1)
@@ -49,10 +53,7 @@ def _openelm(raw: Mapping, layers: int, width: int) -> tuple[Sizes, ...]:
         near = max(by, int(wanted + by / 2) // by * by)
         return near + by if near < 0.9 * wanted else near
 
-    heads = (
-        _listed(raw, name, layers, lambda where, value: checks.integer(where, value, 1))
-        for name in ("num_query_heads", "num_kv_heads")
-    )
+    heads = (_listed(raw, name, layers, _positive) for name in ("num_query_heads", "num_kv_heads"))
     return tuple(map(Sizes, *heads, _listed(raw, "ffn_multipliers", layers, ffn)))
 
 
@@ -68,5 +69,50 @@ def _openelm_written(sizes: list[Sizes], config: typing.Any) -> dict:
     }
 
 
-READ = {"multiples": _openelm}
-WRITTEN = {"multiples": _openelm_written}
+def _blocks(raw: Mapping, layers: int, width: int) -> tuple[Sizes, ...]:
+    """Nemotron's: the query heads of each kv head, and the MLP width as a multiple of 2/3 of the model's."""
+    heads = checks.integer("config.json: num_attention_heads", raw.get("num_attention_heads"), 1)
+
+    def one(where: str, block) -> Sizes:
+        said = {}
+        for part, own in (("attention", "n_heads_in_group"), ("ffn", "ffn_mult")):
+            given = block.get(part) if isinstance(block, Mapping) else None
+            given = given if isinstance(given, Mapping) else {}
+            if other := next((name for name, value in given.items() if name != own and value), None):
+                raise UsageError(
+                    f"{where}.{part}: {other} is {given[other]!r:.60}; only layers with an attention to "
+                    "all tokens and an MLP are supported"
+                )
+            said[own] = checks.above(f"{where}.{part}.{own}", given.get(own), 0, 1e6)
+        ffn = int(2 * said["ffn_mult"] * width / 3)
+        return Sizes(heads, max(1, heads // math.ceil(said["n_heads_in_group"])), -(-ffn // 256) * 256)
+
+    return tuple(_listed(raw, "block_configs", layers, one))
+
+
+def _blocks_written(sizes: list[Sizes], config: typing.Any) -> dict:
+    def one(size: Sizes) -> dict:
+        multiple = round(1.5 * size.intermediate_size / config.hidden_size, 6)
+        return {
+            "attention": {"n_heads_in_group": size.num_heads // size.num_kv_heads},
+            "ffn": {"ffn_mult": multiple},
+        }
+
+    return {"block_configs": [one(size) for size in sizes]}
+
+
+def _kv_heads(raw: Mapping, layers: int, width: int) -> tuple[Sizes, ...]:
+    """DeciLM's: kv heads alone."""
+    heads, ffn = (raw.get(name) for name in ("num_attention_heads", "intermediate_size"))
+    return tuple(
+        Sizes(checks.integer("config.json: num_attention_heads", heads, 1), kv_heads, ffn)
+        for kv_heads in _listed(raw, "num_key_value_heads_per_layer", layers, _positive)
+    )
+
+
+def _kv_heads_written(sizes: list[Sizes], config: typing.Any) -> dict:
+    return {"num_key_value_heads_per_layer": [size.num_kv_heads for size in sizes]}
+
+
+READ = {"multiples": _openelm, "blocks": _blocks, "kv_heads": _kv_heads}
+WRITTEN = {"multiples": _openelm_written, "blocks": _blocks_written, "kv_heads": _kv_heads_written}

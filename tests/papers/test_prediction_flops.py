@@ -23,12 +23,19 @@ from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import Prediction
 
 CONFIGS = Path(__file__).parent.parent / "published_configs"
+ARCHITECTURES = Path(__file__).parents[2] / "configs" / "architectures"
 
 
 def test_openelm_has_the_parameters_that_were_published():
     """The counts are those of the checkpoints: a vocabulary of 32000, and the tied embedding once."""
     counts = {"270M": 271527168, "450M": 457179136, "1.1B": 1079891456, "3B": 3036647424}
     assert {name: sizes.parameters for name, sizes in OPENELM.items()} == counts
+
+
+def test_the_librarys_flops_are_those_of_each_layers_size():
+    sizes, config = OPENELM["1.1B"], ModelConfig.from_hf(ARCHITECTURES / "openelm_1_1b.json")
+    want = sizes.read(sizes.layers, sizes.layers, (2048 + 1) / 2) / 1e9
+    assert flops.prompt_gflop(config, None, 2048) == pytest.approx(want, rel=1e-12)
 
 
 def test_every_reduction_is_the_papers():
