@@ -28,7 +28,7 @@ from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import layer_pruned
 from swiftkv_jax.engine.llm import LLM
 
-HEADS, KV_HEADS, FFN = (4, 4, 8, 12), (1, 1, 2, 3), (32, 64, 64, 96)
+HEADS, KV_HEADS, FFN = (4, 4, 8, 12), (1, 1, 2, 3), (32, 64, 176, 96)
 OPENELM = {
     "model_type": "openelm",
     "vocab_size": 101,
@@ -39,7 +39,7 @@ OPENELM = {
     "num_kv_heads": list(KV_HEADS),
     "num_gqa_groups": 4,
     "qkv_multipliers": [1.0, 3.0],
-    "ffn_multipliers": [0.5, 1.21, 1.4, 1.9],  # 24, 58.1, 67.2, 91.2 in sixteens, half of one goes up
+    "ffn_multipliers": [0.5, 1.21, 3.55, 1.9],  # 24, 58.1, 170.4, 91.2, to the nearest 16
     "ffn_dim_divisor": 16,
     "ffn_with_glu": True,
     "activation_fn_name": "swish",
