@@ -1,12 +1,13 @@
 """Decoding over paged keys and values on Hopper (Mosaic GPU, Warpgroup semantics): split-K, read in place.
 
-On an H200 it reads bfloat16 rows at 81 to 102 % of the copy rate, and float8 rows at 30 %
-(docs/results.md). It runs where the check on a machine chose it, or by name.
+On an H200 it reads bfloat16 rows at 81 to 102 % of the copy rate (docs/results.md); float8 rows, when their
+scales did not come with the pages yet, at 30 %. It runs where the check on a machine chose it, or by name.
 
 Keys lie along the tensor core's long side: S^T = K q^T and O^T = V^T P^T, so a few queries take 8 columns
 instead of 64 rows. One CTA handles one kv head of one block of queries over a share of its pages, which TMA
 brings into a ring of stages. XLA merges the shares' partial sums. 8-bit rows are widened on the chip, keys in
-registers and values into shared memory; their scales multiply scores and weights.
+registers and values into shared memory. The scales of keys multiply scores. Weights are of scores plus the
+logarithm of the values' scale, hence at most 1 whatever the scales, and their total is of weights / scale.
 
 A tile is 64, 128 or 256 columns wide. A head of another width is read with some columns of its neighbours:
 queries are zero there, and those rows of the sum are dropped.
@@ -29,8 +30,10 @@ from swiftkv_jax.kernels.common.gpu_tile import SMEM_BYTES, Tiles, across, down,
 from swiftkv_jax.kernels.common.online import MASKED
 
 _CTAS = 2 * 132  # two on each multiprocessor of a Hopper
-_STAGES = 3
 _MOST_SCORES = {2: 4096, 1: 3072}  # bytes of a number: most keys x queries whose scores stay in registers
+_MOST_WIDENED = 8192  # numbers of 8-bit rows that are widened in registers at a time
+_MOST_WEIGHT = 2.0**14  # of a key with 8-bit values, so that float16 holds small ones too
+_LEAST_SCALE = 1e-20  # of values: zeros have the scale 0
 _MOST_SUMS = 8192  # a value's columns x queries whose sums stay in registers
 _STORED = ("bfloat16", "int8", "float8_e4m3fn")
 _WIDTHS = (64, 80, 96, 128, 256)  # of heads
@@ -80,61 +83,67 @@ class _Form:
 _Inputs = namedtuple("_Inputs", "q k v k_scale v_scale position pages")
 
 
-# q [rows, tile]; k, v [stages, Z, tile]; wide [Z, tile], None of wide rows; weights [rows, Z]; sums [tile,
-# rows]; top, total [rows]; barriers asked, k_came and v_came [stages].
-_Scratch = namedtuple("_Scratch", "q k v wide weights sums top total asked k_came v_came")
+# q [rows, tile]; k, v [stages, Z, tile]; of 8-bit rows, else None: k_scale, v_scale [stages, Z] and wide
+# [Z, tile]; weights [rows, Z]; barriers asked, k_came and v_came [stages].
+_Scratch = namedtuple("_Scratch", "q k v k_scale v_scale wide weights asked k_came v_came")
 
 
 def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     """The work of a CTA: some pages of one block, for one kv head."""
     block, head, split = (lax.axis_index(name) for name in ("block", "head", "split"))
     row, (start, count), tiles = x.pages.row[0], x.pages.share(block, split, form.splits), form.tiles
+    stages = s.k.shape[0]
 
     def ask(i) -> None:
         """Start the copies of the i-th page."""
-        slot, name = lax.rem(i, _STAGES), x.pages.name(block, start + i)
+        slot, name = lax.rem(i, stages), x.pages.name(block, start + i)
         for pool, columns, tile, came in ((x.k, form.keys, s.k, s.k_came), (x.v, form.values, s.v, s.v_came)):
             source = pool.at[row, name, :, pl.ds(columns.start(head), columns.tile)]
             plgpu.copy_gmem_to_smem(source, tile.at[slot], came.at[slot])
-
-    def factors(scales, i):
-        """The scales of the i-th page, [Z, rows]."""
-        scales = scales.at[row, x.pages.name(block, start + i), head]
-        return across(tiles.load(scales, rows=True), (form.page, form.rows))
+        scaled = ((x.k_scale, s.k_scale, s.k_came), (x.v_scale, s.v_scale, s.v_came))
+        for scales, stage, came in scaled if s.wide is not None else ():
+            plgpu.copy_gmem_to_smem(scales.at[row, name, head], stage.at[slot], came.at[slot])
 
     def widened(tile, piece) -> jax.Array:
-        """Some columns of a tile of 8-bit numbers; float8 converts to bfloat16 only through float32."""
-        return tiles.load(tile.at[:, piece]).astype(jnp.float32).astype(jnp.bfloat16)
+        """Some columns of a tile of 8-bit numbers."""
+        return tiles.load(tile.at[:, piece]).astype(s.q.dtype)
 
     def pieces(columns: _Columns) -> list:
-        return [pl.ds(first, gpu_pages.COLUMNS) for first in range(0, columns.tile, gpu_pages.COLUMNS)]
+        each = min(columns.tile, _MOST_WIDENED // form.page)
+        return [pl.ds(first, each) for first in range(0, columns.tile, each)]
 
     plgpu.copy_gmem_to_smem(x.q.at[block, head], s.q, s.asked)
-    for i in range(_STAGES - 1):
+    for i in range(stages - 1):
         pl.when(i < count)(functools.partial(ask, i))
     plgpu.barrier_wait(s.asked)
 
     def turn(i, carry):
         top, total, mixed = carry
-        slot, key = lax.rem(i, _STAGES), (start + i) * form.page
+        slot, key = lax.rem(i, stages), (start + i) * form.page
         plgpu.barrier_wait(s.k_came.at[slot])
-        ahead = i + _STAGES - 1
+        ahead = i + stages - 1
         pl.when(ahead < count)(functools.partial(ask, ahead))
-        shape, tile = (form.page, form.rows), s.k.at[lax.rem(i, _STAGES)]
+        shape, tile = (form.page, form.rows), s.k.at[slot]
         if x.k_scale is None:
             scores = tiles.products(shape, [(tile, s.q)]) * form.scale
         else:
             parts = ((widened(tile, piece), s.q.at[:, piece]) for piece in pieces(form.keys))
-            scores = tiles.products(shape, parts) * form.scale * factors(x.k_scale, i)
+            factor = tiles.load(s.k_scale.at[slot], rows=True) * form.scale
+            plgpu.barrier_wait(s.v_came.at[slot])
+            v_scale = jnp.maximum(tiles.load(s.v_scale.at[slot], rows=True), _LEAST_SCALE)
+            scores = tiles.products(shape, parts) * across(factor, shape) + across(jnp.log(v_scale), shape)
         position = tiles.load(x.position.at[block])  # loaded in each turn, to save registers
         top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
-        total = total * decay + jnp.sum(weights, axis=0)
+        counted = weights
         if x.v_scale is not None:  # scales of unseen keys may be NaN
-            weights = weights * jnp.where(weights > 0, factors(x.v_scale, i), 0.0)
+            weights = weights * _MOST_WEIGHT
+            counted = jnp.where(weights > 0, weights * across(1.0 / v_scale, shape), 0.0)
+        total = total * decay + jnp.sum(counted, axis=0)
         tiles.store_transposed(s.weights, weights)
-        plgpu.barrier_wait(s.v_came.at[slot])
         values = s.v.at[slot] if s.wide is None else s.wide
-        if s.wide is not None:
+        if s.wide is None:
+            plgpu.barrier_wait(s.v_came.at[slot])
+        else:
             for piece in pieces(form.values):
                 s.wide.at[:, piece][...] = widened(s.v.at[slot], piece)
         x.pages.clear_unseen(tiles, values, block, key)
@@ -143,29 +152,31 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
 
     top, total = (tiles.constant(value, (form.rows,)) for value in (MASKED, 0.0))
     sums = top, total, tiles.constant(0.0, (form.values.tile, form.rows))
-    stages = s.top, s.total, s.sums
-    for stage, value in zip(stages, lax.fori_loop(0, count, turn, sums), strict=True):
-        stage[...] = value
-    plgpu.commit_smem()
-    for stage, out in zip(stages, outs, strict=True):
-        plgpu.copy_smem_to_gmem(stage, out.at[block, head, split])
-    plgpu.wait_smem_to_gmem(0)
+    for out, value in zip(outs, lax.fori_loop(0, count, turn, sums), strict=True):
+        out.at[block, head, split][...] = value
+
+
+def _computed(stored):
+    """The dtype of matmuls on stored rows: Hopper converts float8 to float16 in one instruction."""
+    return jnp.float16 if stored == jnp.float8_e4m3fn else jnp.bfloat16
 
 
 def _scratch(form: _Form, stored) -> _Scratch:
-    dtype = jnp.bfloat16
+    dtype, narrow = _computed(stored), jnp.dtype(stored).itemsize == 1
+    stages = 2 if narrow and form.page * max(form.keys.tile, form.values.tile) > _MOST_WIDENED else 3
+    scales = plgpu.SMEM((stages, form.page), jnp.float32) if narrow else None
+    came = plgpu.Barrier(num_arrivals=1 + narrow, num_barriers=stages)
     return _Scratch(
         q=plgpu.SMEM((form.rows, form.keys.tile), dtype),
-        k=plgpu.SMEM((_STAGES, form.page, form.keys.tile), stored),
-        v=plgpu.SMEM((_STAGES, form.page, form.values.tile), stored),
-        wide=None if stored == dtype else plgpu.SMEM((form.page, form.values.tile), dtype),
+        k=plgpu.SMEM((stages, form.page, form.keys.tile), stored),
+        v=plgpu.SMEM((stages, form.page, form.values.tile), stored),
+        k_scale=scales,
+        v_scale=scales,
+        wide=plgpu.SMEM((form.page, form.values.tile), dtype) if narrow else None,
         weights=plgpu.SMEM((form.rows, form.page), dtype),
-        sums=plgpu.SMEM((form.values.tile, form.rows), jnp.float32),
-        top=plgpu.SMEM((form.rows,), jnp.float32),
-        total=plgpu.SMEM((form.rows,), jnp.float32),
         asked=plgpu.Barrier(),
-        k_came=plgpu.Barrier(num_barriers=_STAGES),
-        v_came=plgpu.Barrier(num_barriers=_STAGES),
+        k_came=came,
+        v_came=came,
     )
 
 
@@ -190,8 +201,12 @@ def paged_attention(
     keys, values = _columns(q, k, v)
     kv_heads, each = keys.heads, heads // keys.heads
     rows, real = _rows(q, kv_heads, queries), each * queries
-    splits = gpu_pages.splits_of(_CTAS, blocks * kv_heads, table.shape[1])
-    form = _Form(page, keys, values, rows, splits, scale, Tiles(bool(interpret)))
+    form = _Form(page, keys, values, rows, 1, scale, Tiles(bool(interpret)))
+    work, ctas = blocks * kv_heads, _CTAS
+    if k_scale is not None:  # turns are longer than their copies: no more CTAs than run at a time
+        ctas = 132 * min(3, SMEM_BYTES // smem_bytes(_scratch(form, k.dtype))) // work * work
+    form = dataclasses.replace(form, splits=gpu_pages.splits_of(ctas, work, table.shape[1]))
+    q = jnp.clip(q, -65504, 65504).astype(_computed(k.dtype))  # float16's range
     every = jnp.pad(jnp.tile(position, (1, each)), ((0, 0), (0, rows - real)), constant_values=-1)
     # [b, K, rows, tile]: queries of each kv head where its keys lie in their tile; zero elsewhere.
     grouped = q.reshape(blocks, queries, kv_heads, each, keys.width).transpose(2, 0, 3, 1, 4)
@@ -208,7 +223,7 @@ def paged_attention(
     own = [mixed[:, head, start : start + values.width] for head, start in enumerate(starts)]
     mixed = jnp.stack(own, axis=1).reshape(blocks, kv_heads, values.width, each, queries)
     mixed = mixed.transpose(0, 4, 1, 3, 2).reshape(whole[0], -1, heads, values.width)
-    return mixed[:, : whole[1]].astype(q.dtype)
+    return mixed[:, : whole[1]].astype(jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))  # lowered once for all layers
