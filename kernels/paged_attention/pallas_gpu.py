@@ -137,7 +137,7 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
         counted = weights
         if x.v_scale is not None:  # scales of unseen keys may be NaN
             weights = weights * _MOST_WEIGHT
-            counted = jnp.where(weights > 0, weights * across(1.0 / v_scale, shape), 0.0)
+            counted = jnp.where(weights > 0, weights * across(jnp.reciprocal(v_scale), shape), 0.0)
         total = total * decay + jnp.sum(counted, axis=0)
         tiles.store_transposed(s.weights, weights)
         values = s.v.at[slot] if s.wide is None else s.wide

@@ -103,11 +103,10 @@ def _blocks_written(sizes: list[Sizes], config: typing.Any) -> dict:
 
 def _kv_heads(raw: Mapping, layers: int, width: int) -> tuple[Sizes, ...]:
     """DeciLM's: kv heads alone."""
-    heads, ffn = (raw.get(name) for name in ("num_attention_heads", "intermediate_size"))
-    return tuple(
-        Sizes(checks.integer("config.json: num_attention_heads", heads, 1), kv_heads, ffn)
-        for kv_heads in _listed(raw, "num_key_value_heads_per_layer", layers, _positive)
-    )
+    names = ("num_attention_heads", "intermediate_size")
+    heads, ffn = (checks.integer(f"config.json: {name}", raw.get(name), 1) for name in names)
+    kv_heads = _listed(raw, "num_key_value_heads_per_layer", layers, _positive)
+    return tuple(Sizes(heads, each, ffn) for each in kv_heads)
 
 
 def _kv_heads_written(sizes: list[Sizes], config: typing.Any) -> dict:
