@@ -17,11 +17,10 @@ the scores of page i when the summers of its CTA are done with page i - 1. Then 
 of page i - 1, and so every first summer has read those of page i - 2, whose buffer is the same.
 """
 
-import dataclasses
 import functools
 from collections import namedtuple
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,27 +38,30 @@ _HALVES = range(4, 9)  # halves of pages in shared memory
 _BUFFERS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """Static parameters of the kernel.
 
-    parts: CTAs of a cluster, `columns` of a row each. rows: of queries, of all heads; wide: of those, what a
-    CTA scores. layers: CTAs whose scores add up. piece: columns that are in registers at a time. half:
-    columns of half a head, 0 without rotary embedding; rotated: rows are stored after it. splits: shares of
-    a sequence's pages.
+    parts: CTAs of a cluster, `columns` of a row each. own: query rows that are a CTA's own; wide: that it
+    scores; rows: of all heads. piece: columns that are in registers at a time. half: columns of half a head,
+    0 without rotary embedding; rotated: rows are stored after it. splits: shares of a sequence's pages.
     """
 
     parts: int
     columns: int
-    rows: int
+    own: int
     wide: int
-    layers: int
+    rows: int
     piece: int
-    half: int
-    rotated: bool
-    splits: int
-    scale: float
-    tiles: Tiles
+    half: int = 0
+    rotated: bool = False
+    splits: int = 1
+    scale: float = 1.0
+    tiles: Tiles = Tiles()
+
+    @property
+    def layers(self) -> int:
+        """CTAs whose scores add up."""
+        return self.parts * self.wide // self.rows
 
 
 # In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; position [b, rows]; pages; cos, sin
@@ -150,19 +152,17 @@ def kernel(form: Form, x: Inputs, outs, s: Scratch):
         def queries(column: int):
             return s.q.at[:, pl.ds(column, form.piece)]
 
-        if not form.half or (form.rotated and s.widened is not None):
+        if form.rotated or not form.half:
             for column in range(0, form.columns, form.piece):
                 yield stored(i, column).astype(dtype), queries(column)
-            return
-        for column, other, cos, sin in turns(i):
-            a, b = stored(i, column), stored(i, other)
-            if form.rotated:
-                yield a.astype(dtype), queries(column)
-                yield b.astype(dtype), queries(other)
+            for column, other, cos, sin in turns(i) if s.widened is None else ():
+                a, b = stored(i, column), stored(i, other)
                 for place, back in ((column, a * cos + b * sin), (other, b * cos - a * sin)):
                     side, inside = divmod(place, half)
                     rows_of(i, side).at[:, pl.ds(inside, form.piece)][...] = back.astype(dtype)
-                continue
+            return
+        for column, other, cos, sin in turns(i):
+            a, b = stored(i, column), stored(i, other)
             yield (a * cos - b * sin).astype(dtype), queries(column)
             a, b = stored(i, column), stored(i, other)  # loaded again to save registers
             yield (b * cos + a * sin).astype(dtype), queries(other)
@@ -232,7 +232,7 @@ def kernel(form: Form, x: Inputs, outs, s: Scratch):
             rows = rows_of(i, side)
             if s.widened is not None:
                 widen(i, side)
-                rows = s.widened.at[side]
+                rows = s.widened.at[group]  # `side`, but a matmul takes no constant here
             # After either wait, the scorer has read a tile of wide rows, and rotated it back.
             if side == 0:
                 seen = weigh(i, *seen)

@@ -1,7 +1,7 @@
 """Decoding from a cache of keys alone, or of layer inputs alone, on Hopper (Mosaic GPU, Warpgroup semantics).
 
-Compiled for H100, never run on hardware. A CPU can interpret everything except the exchange of scores in a
-cluster, the matmuls on transposed tiles and the layouts in registers.
+Compiled for H100; this form has not run on hardware. A CPU can interpret everything except the exchange of
+scores in a cluster, the matmuls on transposed tiles and the layouts in registers.
 
 This file cuts the columns of a row for the CTAs of a cluster (cluster_gpu.py), and lays out queries for them.
 Keys: a CTA's columns are some of the heads, and it computes the scores of these. Inputs: it computes partial
@@ -10,7 +10,7 @@ scores of all heads, which are added up.
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +25,13 @@ _LEAST = 8  # columns of the smallest matmul
 _ROWS = 64  # query rows of all heads together
 _SLICE = 512  # columns of a CTA at most
 _CTAS = 132
+_MOST_SUMS = 8192  # half a CTA's columns x query rows whose sums stay in registers
 _WIDTHS = (64, 128, 256)  # of heads with rotary embedding
 _STORED = ("bfloat16", "int8", "float8_e4m3fn")
 _PIECES = {2: (64, 32), 1: (32,)}  # bytes of a number: columns in registers at a time, best first
 
 
-class _Cut(NamedTuple):
-    """CTAs of a cluster, columns of each; query rows that are a CTA's own, that it scores, and of all;
-    columns in registers at a time."""
-
-    parts: int
-    columns: int
-    own: int
-    wide: int
-    rows: int
-    piece: int
-
-    def form(self, scale=1.0, half=0, rotated=False, splits=1, interpret: Any = False) -> Form:
-        """Static parameters of the kernel, see `Form`."""
-        layers = self.parts * self.wide // self.rows
-        sizes = self.parts, self.columns, self.rows, self.wide, layers, self.piece
-        return Form(*sizes, half, rotated, splits, scale, Tiles(bool(interpret)))
-
-
-def cut_keys(q, k, half: int, queries: int) -> _Cut | None:
+def cut_keys(q, k, half: int, queries: int) -> Form | None:
     """Whole heads, whole pieces of columns, for blocks of `queries`; None if there is no such cut."""
     heads, width = q.shape[2:]
     for piece, parts in itertools.product(_PIECES[k.dtype.itemsize], range(1, 9)):
@@ -57,27 +40,27 @@ def cut_keys(q, k, half: int, queries: int) -> _Cut | None:
         sizes = (1, 2, 4, *range(_LEAST, _ROWS + 1, _LEAST))
         own = next((n for n in sizes if n >= real and n * parts % _LEAST == 0), None)
         if whole and 2 * COLUMNS <= columns <= _SLICE and own and own * parts <= _ROWS:
-            return _Cut(parts, columns, own, max(_LEAST, own), own * parts, piece)
+            return Form(parts, columns, own, max(_LEAST, own), own * parts, piece)
     return None
 
 
-def cut_inputs(rows: int, width: int) -> _Cut | None:
+def cut_inputs(rows: int, width: int) -> Form | None:
     """The fewest CTAs whose shared memory holds whole pieces of `width` columns. Fewer CTAs have wider tiles,
     more CTAs have more scores to add up. None if there is no such cut."""
     rows = -(-rows // _LEAST) * _LEAST
     if rows > _ROWS:
         return None
     parts = (n for n in range(1, 9) if width % (2 * COLUMNS * n) == 0 and width // n <= _SLICE)
-    cuts = [_Cut(n, width // n, rows, rows, rows, COLUMNS) for n in parts]
+    cuts = [Form(n, width // n, rows, rows, rows, COLUMNS) for n in parts]
     return next((cut for cut in cuts if _memory(cut, jnp.bfloat16) <= SMEM_BYTES), next(iter(cuts), None))
 
 
-def _memory(cut: _Cut, stored) -> int:
+def _memory(cut: Form, stored) -> int:
     """Bytes of shared memory of a CTA."""
-    return smem_bytes(cluster_gpu.scratch(cut.form(), stored))
+    return smem_bytes(cluster_gpu.scratch(cut, stored))
 
 
-def queries_of_keys(q, position, cut: _Cut):
+def queries_of_keys(q, position, cut: Form):
     """q [b, parts, wide, columns]: each query row of a CTA in its own head's columns, zero elsewhere; and the
     position [b, rows] of every query row."""
     blocks, queries, heads, width = q.shape
@@ -94,7 +77,7 @@ def queries_of_keys(q, position, cut: _Cut):
     return spread.reshape(blocks, cut.parts, cut.wide, -1), every.reshape(blocks, -1).astype(jnp.int32)
 
 
-def queries_of_inputs(q, w_k, position, cut: _Cut):
+def queries_of_inputs(q, w_k, position, cut: Form):
     """The same for queries with their heads' W_K absorbed: every query row, in the columns of each CTA."""
     blocks, queries, heads, _ = q.shape
     taken = jnp.einsum("bcnh,neh->bnce", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
@@ -114,31 +97,32 @@ def k_cache_attention(q, k, w_kv, *where, interpret: Any = False, **options) -> 
         angle = (jnp.arange(slots * KEYS)[:, None] * frequencies).reshape(slots, KEYS, -1)
         angles = jnp.cos(angle), jnp.sin(angle)  # of every position
     cut_of = functools.partial(cut_keys, q, k, half)
-    form = {"scale": how.scale, "half": half, "rotated": how.rotated, "interpret": interpret}
+    form = {"scale": how.scale, "half": half, "rotated": how.rotated, "tiles": Tiles(bool(interpret))}
     rows = k, how.row, how.window, angles, how.k_scale
-    return _attend(q, rows, cut_of, queries_of_keys, w_kv, form, *where)
+    return _attend(q, rows, cut_of, queries_of_keys, w_kv, form, *where, interpret)
 
 
 def x_cache_attention(q, x, w_k, w_v, *where, row, scale, window, interpret: Any = False) -> jax.Array:
     """As `api.x_cache_attention`."""
 
-    def cut_of(queries: int) -> _Cut | None:
+    def cut_of(queries: int) -> Form | None:
         return cut_inputs(q.shape[2] * queries, x.shape[-1])
 
-    def spread(q, position, cut: _Cut):
+    def spread(q, position, cut: Form):
         return queries_of_inputs(q, w_k, position, cut)
 
-    rows, form = (x, row, window, (None, None), None), {"scale": scale, "interpret": interpret}
-    return _attend(q, rows, cut_of, spread, w_v, form, *where)
+    rows, form = (x, row, window, (None, None), None), {"scale": scale, "tiles": Tiles(bool(interpret))}
+    return _attend(q, rows, cut_of, spread, w_v, form, *where, interpret)
 
 
-def _attend(q, rows, cut_of, spread, w, form: dict, table, sequence, position) -> jax.Array:
+def _attend(q, rows, cut_of, spread, w, form: dict, table, sequence, position, interpret):
     """Attention by sums of whole rows, which are multiplied by `w` [N, E, U]. `rows`: the pool, its row, the
     window, cosines and sines, scales. `cut_of` a number of queries; `spread` as `queries_of_keys`."""
     (pool, row, window, angles, scales), whole, heads = rows, q.shape, q.shape[2]
     # The most queries that a cluster has room for, at least one.
     cuts = ((n, cut_of(n)) for n in range(q.shape[1], 1, -1))
-    fits = (n for n, cut in cuts if cut and _memory(cut, pool.dtype) <= SMEM_BYTES)
+    room = ((n, cut) for n, cut in cuts if cut and cut.columns // 2 * cut.rows <= _MOST_SUMS)
+    fits = (n for n, cut in room if _memory(cut, pool.dtype) <= SMEM_BYTES)
     q, sequence, position = gpu_pages.pieces(q, sequence, position, next(fits, 1))
     blocks, queries = q.shape[:2]
     cut = cut_of(queries)
@@ -147,7 +131,7 @@ def _attend(q, rows, cut_of, spread, w, form: dict, table, sequence, position) -
     pages = gpu_pages.pages_of(position, table, sequence, row, window, KEYS)
     spread, every = spread(q, position, cut)
     inputs = Inputs(spread, pool, every, pages, angles[0], angles[1], scales)
-    mixed = cluster_gpu.launch(cut.form(**form, splits=splits), inputs, form["interpret"])
+    mixed = cluster_gpu.launch(cut._replace(**form, splits=splits), inputs, interpret)
     parts = cut.rows // cut.own  # a CTA has its own heads' queries, or every one all heads'
     mixed = mixed.reshape(blocks, -1, parts, cut.own)[..., : heads // parts * queries]
     out = jnp.einsum("benc,neu->bcnu", mixed.reshape(blocks, -1, heads, queries), w.astype(jnp.float32))
@@ -185,7 +169,7 @@ def refuses_inputs(q, x, *_, **__) -> str:
     return _refuses(x, cut_inputs(q.shape[2], x.shape[-1]), no_cut)
 
 
-def _refuses(pool, cut: _Cut | None, no_cut: str) -> str:
+def _refuses(pool, cut: Form | None, no_cut: str) -> str:
     if pool.shape[2] != KEYS:
         return f"a page of {pool.shape[2]} tokens: {KEYS}"
     if cut is None:

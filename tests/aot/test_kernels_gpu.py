@@ -27,8 +27,8 @@ def refused(kernel: str, case: str) -> str:
 
 SUPPORTED = [(kernel, case) for kernel in HOPPER for case in KERNELS[kernel] if not refused(kernel, case)]
 
-# Bytes that a thread spills of a kernel that jax 0.11 compiles with more registers than jax 0.10.
-SPILLED = {"k_cache_attention": 28} if jax.__version_info__ >= (0, 11) else {}
+# Bytes that a thread spills: with 8-bit rows, addresses that do not change from page to page.
+SPILLED = {"k_cache_attention": 148 if jax.__version_info__ >= (0, 11) else 104}
 
 pytestmark = pytest.mark.aot
 
