@@ -283,12 +283,8 @@ def kernel(form: Form, x: Inputs, outs, s: Scratch):
 def launch(form: Form, inputs: Inputs, interpret: Any):
     """The softmax-weighted sums [b, E, rows] of whole rows."""
     parts, body = (inputs.q.shape[0], form.splits), functools.partial(kernel, form)
-    how = {
-        "grid": parts,
-        "grid_names": ("block", "split"),
-        "cluster": (form.parts,),
-        "cluster_names": ("part",),
-    }
-    how |= {"num_threads": SUMMERS + 1, "thread_name": "group", "kernel_name": "k_cache_attention"}
+    how = {"grid": parts, "grid_names": ("block", "split"), "kernel_name": "k_cache_attention"}
+    how |= {"cluster": (form.parts,), "cluster_names": ("part",)}
+    how |= {"num_threads": SUMMERS + 1, "thread_name": "group"}
     sizes, memory = (parts, form.rows, inputs.pool.shape[-1]), scratch(form, inputs.pool.dtype)
     return gpu_pages.launch(body, inputs, memory, *sizes, interpret=interpret, **how)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from swiftkv_jax.kernels.common import gpu_pages
 from swiftkv_jax.kernels.common.gpu_tile import SMEM_BYTES, Tiles, smem_bytes
 from swiftkv_jax.kernels.k_cache_attention import cluster_gpu
-from swiftkv_jax.kernels.k_cache_attention.cluster_gpu import COLUMNS, KEYS, Form, Inputs
+from swiftkv_jax.kernels.k_cache_attention.cluster_gpu import COLUMNS, KEYS, Form, Inputs, scratch
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
 _LEAST = 8  # columns of the smallest matmul
@@ -52,12 +52,9 @@ def cut_inputs(rows: int, width: int) -> Form | None:
         return None
     parts = (n for n in range(1, 9) if width % (2 * COLUMNS * n) == 0 and width // n <= _SLICE)
     cuts = [Form(n, width // n, rows, rows, rows, COLUMNS) for n in parts]
-    return next((cut for cut in cuts if _memory(cut, jnp.bfloat16) <= SMEM_BYTES), next(iter(cuts), None))
-
-
-def _memory(cut: Form, stored) -> int:
-    """Bytes of shared memory of a CTA."""
-    return smem_bytes(cluster_gpu.scratch(cut, stored))
+    return next(
+        (cut for cut in cuts if smem_bytes(scratch(cut, jnp.bfloat16)) <= SMEM_BYTES), next(iter(cuts), None)
+    )
 
 
 def queries_of_keys(q, position, cut: Form):
@@ -122,7 +119,7 @@ def _attend(q, rows, cut_of, spread, w, form: dict, table, sequence, position, i
     # The most queries that a cluster has room for, at least one.
     cuts = ((n, cut_of(n)) for n in range(q.shape[1], 1, -1))
     room = ((n, cut) for n, cut in cuts if cut and cut.columns // 2 * cut.rows <= _MOST_SUMS)
-    fits = (n for n, cut in room if _memory(cut, pool.dtype) <= SMEM_BYTES)
+    fits = (n for n, cut in room if smem_bytes(scratch(cut, pool.dtype)) <= SMEM_BYTES)
     q, sequence, position = gpu_pages.pieces(q, sequence, position, next(fits, 1))
     blocks, queries = q.shape[:2]
     cut = cut_of(queries)
@@ -174,6 +171,6 @@ def _refuses(pool, cut: Form | None, no_cut: str) -> str:
         return f"a page of {pool.shape[2]} tokens: {KEYS}"
     if cut is None:
         return no_cut
-    need = _memory(cut, pool.dtype)
+    need = smem_bytes(scratch(cut, pool.dtype))
     over = f"one query of these heads, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return over if need > SMEM_BYTES else ""
