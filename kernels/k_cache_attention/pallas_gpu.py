@@ -96,7 +96,7 @@ def k_cache_attention(q, k, w_kv, *where, interpret: Any = False, **options) -> 
     cut_of = functools.partial(cut_keys, q, k, half)
     form = {"scale": how.scale, "half": half, "rotated": how.rotated, "tiles": Tiles(bool(interpret))}
     rows = k, how.row, how.window, angles, how.k_scale
-    return _attend(q, rows, cut_of, queries_of_keys, w_kv, form, *where, interpret)
+    return _attend(q, rows, cut_of, queries_of_keys, w_kv, form, *where, interpret=interpret)
 
 
 def x_cache_attention(q, x, w_k, w_v, *where, row, scale, window, interpret: Any = False) -> jax.Array:
@@ -109,7 +109,7 @@ def x_cache_attention(q, x, w_k, w_v, *where, row, scale, window, interpret: Any
         return queries_of_inputs(q, w_k, position, cut)
 
     rows, form = (x, row, window, (None, None), None), {"scale": scale, "tiles": Tiles(bool(interpret))}
-    return _attend(q, rows, cut_of, spread, w_v, form, *where, interpret)
+    return _attend(q, rows, cut_of, spread, w_v, form, *where, interpret=interpret)
 
 
 def _attend(q, rows, cut_of, spread, w, form: dict, table, sequence, position, interpret):
