@@ -1,7 +1,9 @@
 """`self://prompts.jsonl`: chats that a model writes itself are sampled once, kept, and trained on."""
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,28 @@ def test_chats_are_sampled_again_for_other_prompts_sampling_or_weights(model, so
     prompts = Path(source.removeprefix("self://").partition("?")[0])
     prompts.write_text(json.dumps({"prompt": "another"}) + "\n")
     assert len(found | {teacher_chats.chats_of(str(model), source)}) == 4
+
+
+def test_answers_outlast_a_disk_that_is_full_at_the_end(model, tmp_path, monkeypatch):
+    prompts = [[{"role": "user", "content": text}] for text in "abc"]
+    asked: list[list[int]] = []
+
+    def answers(_model, _prompts, left, _sampling):
+        asked.append(list(left))
+        return [(number, (f"answer {number}", 2)) for number in left]
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(teacher_chats, "_answers", answers)
+    path = tmp_path / "chats.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(UsageError, match="No space left"):
+            teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
+    done = teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
+    assert asked == [[0, 1, 2], []] and done.chats == 3
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 from back_to_back import state_at
-from saved_states import restored, saved
+from saved_states import bits, restored, saved
 
 from swiftkv_jax.checkpoint import manifest
 from swiftkv_jax.checkpoint.training import Checkpointer, CheckpointError
@@ -98,6 +98,40 @@ def test_too_little_room_is_known_before_writing(tmp_path, monkeypatch):
         checkpointer.save(2, state_at(2), {})
     fails_in_one_line(caught, "No space left", "5,000 free")
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+def test_directory_removed_during_a_save(tmp_path, late_writes, monkeypatch):
+    checkpointer = Checkpointer(tmp_path / "ckpt")
+    state = {str(i): jax.random.normal(jax.random.key(i), (512, 512)) for i in range(8)}
+    finish = checkpointer._finish
+
+    def removed(*args):  # Orbax is writing, or has just written; the manifest is not there yet
+        (tmp_path / "ckpt").rename(tmp_path / "gone")
+        finish(*args)
+
+    monkeypatch.setattr(checkpointer, "_finish", removed)
+    checkpointer.save(1, state, {})
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.wait()
+    monkeypatch.setattr(checkpointer, "_finish", finish)
+    fails_in_one_line(caught, "saving checkpoint 1", "no older one")
+    assert checkpointer.restore(state) is None
+    checkpointer.save(2, state, {})
+    checkpointer.close()
+    assert bits(checkpointer.restore(state)[1]) == bits(state)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_unwritable_directory(tmp_path):
+    saved(tmp_path, [1])
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError) as caught, Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(2, state_at(2), {})
+        fails_in_one_line(caught, "Permission denied")
+        assert restored(tmp_path) == (1, [])
+    finally:
+        tmp_path.chmod(0o700)
 
 
 def kill_and_restore(directory, delays):

@@ -26,7 +26,9 @@ from lm_eval.tasks import TaskManager
 import benchmarks.papers.baselines.lm_eval  # noqa: F401 (it adds its model)
 import swiftkv_jax as skv
 from swiftkv_jax import lm_eval as ours
+from swiftkv_jax.checkpoint.adapter import save_adapter
 from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core import predict
 from swiftkv_jax.engine.llm import LLM
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
@@ -127,6 +129,13 @@ def test_in_process_equals_transformers(folders, tasks, in_process):
     assert [row[0][1] for row in in_process["answers"]["tiny_choice"][:3]] == [True, True, False]
 
 
+def test_a_baseline_that_leaves_nothing_out_gives_the_models_own_numbers(folders, tasks, in_process):
+    """Named as on the command line; contexts that are cut off and texts of several windows among them."""
+    how = {"pretrained": str(folders / "standard"), "max_length": CONTEXT, "dtype": "float32"}
+    got = evaluate(tasks, "swiftkv_baseline", **how, system="random_pruning", keep=1.0)["answers"]
+    check_same(got, in_process["answers"])
+
+
 @pytest.fixture(scope="module")
 def serving(folders):
     """The server over the same folder, with the context that its client wants for windows of CONTEXT."""
@@ -155,6 +164,15 @@ def test_the_client_of_servers_gives_the_same_numbers(folders, tasks, in_process
     got = evaluate(tasks, "local-completions", names, **client(serving), **how)
     assert got["answers"] == {task: in_process["answers"][task] for task in got["answers"]}
     assert got["metrics"] == {key: in_process["metrics"][key] for key in got["metrics"]}
+
+
+def test_the_client_may_ask_the_server_to_tokenize(folders, tasks, serving):
+    """Told nothing of a tokenizer, the client finds the server's. It sends no BOS, and takes a BOS whose
+    id is 0 for none: windows begin with EOS then. Told the same, we give the same numbers."""
+    got = evaluate(tasks, "local-completions", ("rolling", "write"), **client(serving))
+    how = {"pretrained": str(folders / "standard"), "max_length": CONTEXT}
+    mine = evaluate(tasks, "swiftkv", ("rolling", "write"), **how, add_bos_token=False, prefix_token_id=1)
+    assert got["answers"] == mine["answers"] and got["metrics"] == mine["metrics"]
 
 
 def spoken(command: Code) -> str:
@@ -200,6 +218,24 @@ def oracle(student):
         return np.asarray(apply(jnp.asarray(padded)))[: len(inputs)]
 
     return logprobs
+
+
+def test_an_adapter_is_scored_by_its_definition(folders, tasks, tmp_path):
+    """Likelihoods are those of the definition; a base that moved is named as an argument of the model."""
+    base, params = skv.from_pretrained(folders / "standard", dtype="float32")
+    small, kept = skv.layer_pruned(base, params, (0, 1))
+    pair = skv.Predicted(base, small, skv.Prediction((0, 1, 1, 1, 1, 1, 1, 1)))
+    parts = {"base": params, "auxiliary": kept, "predictor": predict.identity(pair)}
+    save_adapter(tmp_path / "pair", pair, parts, base=folders / "standard")
+    got = evaluate(tasks, "swiftkv", pretrained=str(tmp_path / "pair"), max_length=CONTEXT)["answers"]
+    assert len(got["tiny_write"]) == len(PROMPTS)
+    llm = LLM(tmp_path / "pair", base=folders / "standard", max_model_len=CONTEXT)
+    asked = [(None, llm.tokenizer.encode(TEXT)[:20], llm.tokenizer.encode(TEXT)[20:24])]
+    [(value, _)] = ours.SwiftKV(llm)._loglikelihood_tokens(asked, disable_tqdm=True)
+    ids = [*asked[0][1], *asked[0][2]]
+    scores = pair.apply({"params": parts}, jnp.asarray([ids]))[0]
+    told = jax.nn.log_softmax(scores, axis=-1)[np.arange(19, 23), ids[20:]]
+    assert value == pytest.approx(float(told.sum()), abs=1e-3)
 
 
 def request(kind: str, *args) -> Instance:
