@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -194,6 +195,42 @@ def test_a_missing_package_is_installed(name, plugin, build, place, source, tmp_
         wanted = [source, *build] if source else ["--editable", clone, *build]
     assert ran == [[sys.executable, "-m", "pip", "install", "--quiet", *wanted]]
     assert (sys.path[0] == clone) == (source is None)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    """Empty packages in a folder: this one with its needs of JAX, and three releases of JAX on two chips."""
+    folder = tmp_path_factory.mktemp("index")
+    project = tomllib.loads((wheels.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [need for need in project["dependencies"] if need.startswith("jax=") or need.startswith("jax>")]
+    wheels.hollow(folder, "swiftkv_jax", "0.1.0", *needs)
+    for version in ("0.7.2", "0.10.2", "0.11.2", "0.12.0"):
+        wheels.hollow(folder, "jax_cuda12_plugin", version)
+        wheels.hollow(folder, "libtpu", version)
+        chips = (f'jax-cuda12-plugin=={version}; extra == "cuda12"', f'libtpu=={version}; extra == "tpu"')
+        wheels.hollow(folder, "jax", version, *chips, extras=("cuda12", "tpu"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugin", "fits"), [("jax-cuda12-plugin", True), ("jax-cuda12-plugin", False), ("libtpu", False)]
+)
+def test_jax_keeps_its_accelerator_and_a_session_that_has_loaded_an_old_one_ends(
+    plugin, fits, index, tmp_path, monkeypatch
+):
+    """As in Colab, by pip: a JAX that will do stays; another is replaced with its plugin."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    here = ("0.10.2" if sys.version_info < (3, 12) else "0.11.2") if fits else "0.7.2"
+    python = wheels.virtual(sys.executable, tmp_path / "venv", f"jax=={here}", f"{plugin}=={here}")
+    cell = SOURCE.sub(f'SOURCE = "{next(index.glob("swiftkv*"))}"', cells("quickstart")[0]["source"])
+    asked = {"cwd": tmp_path, "env": wheels.environment(), "capture_output": True, "text": True}
+    done = subprocess.run([python, "-c", f"import jax\n{cell}"], **asked)
+    listed = subprocess.run([python, "-m", "pip", "freeze"], **asked, check=True).stdout
+    found = dict(line.split("==") for line in listed.splitlines() if "==" in line)
+    assert (found["jax"] == here) == fits and found[plugin] == found["jax"]
+    assert done.returncode == (not fits) and ("old jax: restart" in done.stderr) != fits, done.stderr
 
 
 def installed(name: str, place: str, source: str | None, folder: Path, monkeypatch) -> list[list[str]]:

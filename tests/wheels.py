@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,3 +64,16 @@ def virtual(python: str, folder: Path, *packages: str) -> str:
     command = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
     subprocess.run(command, check=True, env=environment(), timeout=1200)
     return inside
+
+
+def hollow(folder: Path, name: str, version: str, *needs: str, extras: Iterable[str] = ()) -> Path:
+    """A wheel in `folder` of a package that is empty but for what it needs."""
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    told = ["Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", f"Version: {version}"]
+    told += [f"Provides-Extra: {extra}" for extra in extras] + [f"Requires-Dist: {need}" for need in needs]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "")
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(told) + "\n")
+        archive.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
+    return wheel
