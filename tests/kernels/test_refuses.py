@@ -33,7 +33,7 @@ REFUSED = {  # what one kernel refuses of a call, by the fields that are changed
         [
             {"stored": "float32"}, {"width": 72}, {"width": 80} | SHARED, {"page": 32},
             {"heads": 72} | SHARED, {"heads": 56, "stored": "int8"} | SHARED,
-            {"heads": 40, "page": 128} | SHARED, {"heads": 32, "page": 128} | SHARED,
+            {"heads": 40, "page": 128} | SHARED,
         ],
     ),
     "paged, cuDNN": (

@@ -43,7 +43,8 @@ def deltas(model: Predicted, params: PyTree, tokens: Int[jax.Array, "B T"]) -> F
     every = range(base.plan.num_rows)
     small = of_rows(read(model.auxiliary, params["auxiliary"], *where, reads).raw, reads)
     own = of_rows(read(base, params["base"], *where, every).raw, every)
-    got, want = (heads(base, params["base"], raw) for raw in (predict_rows(model, params, small), own))
+    stacks = (heads(base, params["base"], raw) for raw in (predict_rows(model, params, small), own))
+    got, want = ([jnp.concatenate(parts) for parts in zip(*each, strict=True)] for each in stacks)
     apart = jnp.stack([a.astype(jnp.float32) - b.astype(jnp.float32) for a, b in zip(got, want, strict=True)])
     return apart.reshape(*apart.shape[:4], -1)
 
