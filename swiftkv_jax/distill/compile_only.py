@@ -116,7 +116,9 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
     """(the compiled program, its text after all optimisations).
 
     The text is dumped by the target's own compiler: this jaxlib cannot always read a newer libtpu's program.
-    A MemoryError: the chip has too little memory.
+
+    Raises:
+      MemoryError: the chip has too little memory.
     """
     with tempfile.TemporaryDirectory() as dump:
         try:
