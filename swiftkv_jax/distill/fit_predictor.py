@@ -19,7 +19,7 @@ from swiftkv_jax.core.scan import of_rows
 from swiftkv_jax.core.shapes import Array, PyTree
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.distill.data.packing import Batch
-from swiftkv_jax.distill.least_squares import Moments, solve
+from swiftkv_jax.distill.least_squares import Problem, solve
 
 _einsum = partial(jnp.einsum, precision="highest")
 
@@ -78,7 +78,7 @@ def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float
         inside, outside = row_widths(model)[row]
         own = [*range(inside), width]  # without the zeros of a narrower row, with the 1
         sums = gram[place[reads[row]], which][np.ix_(own, own)], cross[row, which][own, :outside]
-        found = solve(Moments(sums[0], sums[1][None, :, None], tokens), ridge, inside)[0, :, 0]
+        found = solve(Problem(sums[0][None], sums[1][None, :, None], np.ones(())), ridge, inside)[:, 0]
         return {"kernel": found[None, :inside], "bias": found[None, inside]}
 
     alone = [

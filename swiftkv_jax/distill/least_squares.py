@@ -1,162 +1,205 @@
 """A closed-form start for a student: its upper rows fitted to the teacher's own, without a gradient step.
 
 A SwiftKV maker sees the normalised stream at the split instead of its own layer's input. The best linear map
-from that stream to the teacher's keys (before rotation) and values is a least-squares problem. One pass over
-some of the training data gives its normal equations; they are summed and solved in float64. The ridge, which
-shrinks the maps, is chosen on held-out batches.
+from that stream to the teacher's keys (before rotation) and values is a least-squares problem, one for each
+kv head, in which a token counts as much as the teacher attends to it. The batches pass the teacher's upper
+layers one layer at a time, so that the normal equations of one row exist at a time. They are summed in
+float32 and solved in float64. The ridge, which shrinks the maps, is chosen on held-out batches.
 """
 
-import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 
 from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.ends import embed
 from swiftkv_jax.core.layers import before, shared_norm_weights, unit_norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import PLAIN
-from swiftkv_jax.core.scan import angles_and_segments, of_rows, through
-from swiftkv_jax.core.shapes import Array, PyTree
+from swiftkv_jax.core.scan import angles_and_segments, through
+from swiftkv_jax.core.shapes import Array, Float, Hidden, Int, KeyValues, PyTree, Queries
 from swiftkv_jax.core.sharding import constrain
+from swiftkv_jax.core.surgery import pruned
 from swiftkv_jax.distill.data.packing import Batch
+from swiftkv_jax.kernels.causal_attention.api import causal_attention
+from swiftkv_jax.kernels.causal_attention.segments import first_key
+from swiftkv_jax.kernels.common.mask import capped, weights_of
 
 _einsum = partial(jnp.einsum, precision="highest")
 RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # candidates tried on held-out batches, see `solve`
 RIDGE = 1e-4  # used if there are too few batches to hold one out
 _LEAST = 1e-9  # added to weights, so that they have an inverse; of their mean, and below their rounding
 _HELD = 8  # every eighth batch is held out to choose ridges by
+_PRECISION, _STEPS = 1e-9, 200  # of conjugate gradients: the relative error to reach; at most so many
+_BLOCK = 128  # queries whose probabilities exist at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Sums over tokens, float64: `gram` [A, A] of the regressors, `cross` [U, A, 2, E] with the targets.
+def received(
+    q: Queries, k: KeyValues, segments: Int[Array, "B T"], window: int, softcap: float | None = None
+) -> Float[Array, "B T K"]:
+    """The squared attention probabilities that each key receives, summed over the queries of its kv head.
 
-    A regressor is the normalised stream at the split (D numbers), and a 1 where the projections have
-    biases. Targets: keys before rotation and values of each of the U layers from the split on.
+    Computed in blocks of queries, in float32. Arguments as of `causal_attention`.
+    """
+    length, first = q.shape[1], first_key(segments, window)
+    size = min(length, _BLOCK)
+    pieces, keys = -(-length // size), jnp.arange(length)
+    cut = jnp.pad(q, ((0, 0), (0, pieces * size - length), (0, 0), (0, 0)))
+    cut = cut.reshape(q.shape[0], pieces, size, k.shape[2], -1, q.shape[-1])
+
+    def add(total, block):
+        q, at = block
+        seen = (keys <= at[:, None]) & (keys >= jnp.take(first, at, axis=1, mode="clip")[..., None])
+        seen &= (at < length)[:, None]
+        scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+        shares = weights_of(capped(scores * q.shape[-1] ** -0.5, softcap), seen[:, None, None])
+        return total + jnp.sum(shares**2, axis=(2, 3)), None
+
+    places = jnp.arange(pieces * size).reshape(pieces, size)
+    zero = jnp.zeros((q.shape[0], k.shape[2], length), jnp.float32)
+    return jnp.moveaxis(jax.lax.scan(add, zero, (jnp.moveaxis(cut, 1, 0), places))[0], 1, 2)
+
+
+def one_layer(model: Transformer, params: PyTree, layer: int) -> tuple[Transformer, PyTree]:
+    """(a model of this one layer, its parameters), of a standard model. Equal layers give equal models."""
+    own = range(layer, layer + 1)
+    return pruned(model, own), {name: weights.recut(params[name], [own]) for name in ("layers", "rows")}
+
+
+def taught(
+    model: Transformer, params: PyTree, x: Hidden, batch: Batch
+) -> tuple[Hidden, tuple[KeyValues, KeyValues], Float[Array, "B T K"]]:
+    """(hidden states leaving the layer, its keys before norm and rotation and its values [B, T, K, H], the
+    weights of tokens), of a model of one layer and the hidden states `x` entering it; padding weighs 0."""
+    at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
+    weights_of_tokens = []
+
+    def attention(q, k, v, segments, window, **options):
+        weights_of_tokens.append(received(q, k, segments, window, **options))
+        return causal_attention(q, k, v, segments, window, **options)
+
+    passed = through(model, params, x, at, segments, keep=(0,), attention=attention)
+    # Not clipped where the model clips them.
+    keys, values = (y[0].reshape(*x.shape[:2], -1, model.config.head_dim) for y in passed.raw[0].arrays)
+    return passed.x, (keys, values), weights_of_tokens[0] * (segments > 0)[..., None]
+
+
+def products(
+    n: Float[Array, "B T A"], weight: Float[Array, "B T K"], targets: Float[Array, "B T K *s H"]
+) -> tuple[Array, Array]:
+    """(gram [K, A, A] of the regressors `n`, cross [K, A, ..., H] with the targets), in float32: sums over
+    tokens that count by `weight`, one kv head after another."""
+
+    def head(parts):
+        weight, y = parts
+        seen = n * weight[..., None]
+        return _einsum("bta,btc->ac", n, seen), _einsum("bta,bt...->a...", seen, y.astype(jnp.float32))
+
+    gram, cross = jax.lax.map(head, (jnp.moveaxis(weight, 2, 0), jnp.moveaxis(targets, 2, 0)))
+    return constrain(gram, "K D ."), constrain(cross, "K D" + " ." * (cross.ndim - 2))
+
+
+def halves(made: Iterable[tuple[Array, ...]]) -> list[tuple[np.ndarray, ...]]:
+    """The sums of arrays that are made of each batch, on the host: of most batches and, if there are enough,
+    of every eighth one, to choose ridges on. They are added on the devices, and fetched whole."""
+    sums: list = [None, None]
+    for number, arrays in enumerate(made):
+        part = number % _HELD == _HELD - 1
+        sums[part] = arrays if sums[part] is None else jax.tree.map(jnp.add, sums[part], arrays)
+    whole = jax.jit(lambda arrays: jax.tree.map(lambda x: constrain(x, ". " * x.ndim), arrays))
+    return [jax.tree.map(np.asarray, whole(part)) for part in sums if part is not None]
+
+
+class Problem(NamedTuple):
+    """The normal equations of one head of a row that U layers read, in float64.
+
+    Attributes:
+      gram: [U, A, A] of the regressors. cross: [U, A, s, H], with s kinds of targets.
+      cost: [s, U, H, H], symmetric: an error e of a layer's target counts as e cost e^T.
     """
 
     gram: np.ndarray
     cross: np.ndarray
-    tokens: int
+    cost: np.ndarray
 
-    def __add__(self, other: "Moments") -> "Moments":
-        return Moments(self.gram + other.gram, self.cross + other.cross, self.tokens + other.tokens)
+    def __add__(self, other: "Problem") -> "Problem":
+        return Problem(self.gram + other.gram, self.cross + other.cross, self.cost)
 
 
-def batch_moments(
-    student: Transformer, params: PyTree, teacher: Transformer, own_params: PyTree, batch: Batch
-) -> tuple[Array, Array, Array]:
-    """(gram, cross, tokens) of one batch, in float32; padding is left out.
+def residuals(problem: Problem, maps: np.ndarray) -> np.ndarray:
+    """[s]: the error of `maps` [A, s, H] on the tokens of a problem, minus the error of zero maps."""
+    seen = np.einsum("uac,csh->uash", problem.gram, maps, optimize=True) - 2 * problem.cross
+    return np.einsum("uash,suhi,asi->s", seen, problem.cost, maps, optimize=True)
 
-    `teacher`, `own`: the teacher and its parameters from the split on, as `steps.teacher_of` gives them.
+
+def searched(solved: Problem, held: Problem, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(maps as `solve` gives them, their ridges [s]). For each kind of target, the ridge is the one of
+    `RIDGES` with the least error on the held-out tokens; then all tokens are used to solve."""
+    scores = np.stack([residuals(held, solve(solved, ridge, width)) for ridge in RIDGES])
+    best, every = np.array(RIDGES)[scores.argmin(0)], solved + held
+    found = {ridge: solve(every, ridge, width) for ridge in set(best)}
+    return np.stack([found[ridge][:, kind] for kind, ridge in enumerate(best)], axis=1), best
+
+
+def solve(problem: Problem, ridge: float, width: int) -> np.ndarray:
+    """[A, s, H] float64: argmin over W of the sum over layers of |X W - Y|^2 + ridge * m * |W|^2, by cost.
+
+    X [tokens, A] are a layer's regressors and Y its targets; m is the mean of the first `width` diagonal
+    elements of X^T X, so that `ridge` has no unit. An intercept, after the first `width`, is not shrunk.
+    Layers that cost differently are solved for by conjugate gradients, preconditioned by the sums.
     """
-    config, plan = student.config, student.plan
-    angles, segments = angles_and_segments(config, batch.tokens, batch.positions, batch.segments)
-    real = (segments > 0).astype(jnp.float32)
-    x = embed(student, params, batch.tokens, batch.positions)
-    x = through(student, params, x, angles, segments, range(plan.depth)).x
-    n = before(config, unit_norm(config, jnp.float32), x.astype(jnp.float32))
-    n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
-    n = n * real[..., None]
-    upper = range(plan.depth, plan.num_layers)
-    raw = through(teacher, own_params, x, angles, segments, upper, keep=upper).raw
-    keys, values = of_rows(raw, upper)
+    gram, cross, cost = problem
+    scale = np.einsum("uaa->u", gram[:, :width, :width]) / width
+    shrink = np.where(np.arange(gram.shape[1]) < width, ridge * scale[:, None], 0.0)
+    gram = gram + shrink[..., None] * np.eye(gram.shape[1])
+    factor = scipy.linalg.lu_factor(gram.sum(0))
 
-    def products(row):
-        return _einsum("bta,btse->ase", n, jnp.stack(row, axis=-2).astype(jnp.float32))
+    def by_sums(y):
+        return scipy.linalg.lu_solve(factor, y.reshape(len(y), -1)).reshape(y.shape)
 
-    cross = jax.lax.map(products, (keys, values))
-    return constrain(_einsum("bta,btc->ac", n, n), ". ."), constrain(cross, ". . . ."), real.sum()
+    if len(gram) == 1:
+        return by_sums(cross[0])
+    size = np.einsum("suhh->s", cost) / cost[0, ..., 0].size
+    least = _LEAST * np.where(size > 0, size, 1.0)
+    cost = cost + least[:, None, None, None] * np.eye(cost.shape[-1])
+    inverse = len(gram) * np.linalg.inv(cost.sum(1))
 
+    def close(y):
+        return np.einsum("ash,shi->asi", by_sums(y), inverse)
 
-def moments(
-    student: Transformer, params: PyTree, teacher: Transformer, own_params: PyTree, batches: Iterable[Batch]
-) -> tuple[Moments, Moments]:
-    """Two sums over real tokens: of most of the `batches`, and of every eighth one, to choose ridges on."""
-    run = jax.jit(
-        lambda params, own_params, batch: batch_moments(student, params, teacher, own_params, batch)
-    )
-    unknowns = student.config.hidden_size + student.config.qkv_bias
-    parts = [Moments(np.zeros(()), np.zeros(()), 0) for _ in range(2)]
-    for number, batch in enumerate(batches):
-        gram, cross, count = (np.asarray(x, np.float64) for x in run(params, own_params, batch))
-        parts[number % _HELD == _HELD - 1] += Moments(gram, cross, int(count))
-    solved, held_out = parts
-    if (tokens := solved.tokens + held_out.tokens) < unknowns:
-        given = f"{unknowns} unknowns an output and {tokens} tokens to find them by"
-        raise UsageError(f"a least-squares start has {given}: raise plan.init_tokens, or plan.init=fold")
-    return solved, held_out
+    left = np.einsum("uash,suhi->asi", cross, cost, optimize=True)
+    found, rest = np.zeros_like(left), left
+    step = near = close(rest)
+    now = np.vdot(rest, near)
+    enough = _PRECISION**2 * now
+    for _ in range(_STEPS):
+        if now <= enough:
+            break
+        moved = np.einsum("uac,csh,suhi->asi", gram, step, cost, optimize=True)
+        length = now / np.vdot(step, moved)
+        found, rest = found + length * step, rest - length * moved
+        near = close(rest)
+        now, last = np.vdot(rest, near), now
+        step = near + now / last * step
+    return found
 
 
-def residuals(sums: Moments, maps: np.ndarray) -> np.ndarray:
-    """[U, 2]: the squared error of `maps` on the tokens of `sums`, by layer, of keys and of values, minus the
-    error of zero maps."""
-    layers, unknowns = maps.shape[:2]
-    seen = (sums.gram @ maps.reshape(layers, unknowns, -1)).reshape(maps.shape)
-    return np.einsum("uase,uase->us", seen - 2 * sums.cross, maps)
-
-
-def searched(solved: Moments, held_out: Moments, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(maps as `solve` gives them, their ridges [U, 2]). For each layer's keys, and for its values, the ridge
-    is the one of `RIDGES` with the least error on the held-out tokens; then all tokens are used to solve."""
-    if not held_out.tokens or solved.tokens < len(solved.gram):
-        maps = solve(solved + held_out, RIDGE, width)
-        return maps, np.full((len(maps), 2), RIDGE)
-    scores = np.stack([residuals(held_out, solve(solved, ridge, width)) for ridge in RIDGES])
-    best, every = scores.argmin(0), solved + held_out
-    maps = np.zeros(every.cross.shape)
-    for number in np.unique(best):
-        chosen = (best == number)[:, None, :, None]
-        maps = np.where(chosen, solve(every, RIDGES[number], width), maps)
-    return maps, np.array(RIDGES)[best]
-
-
-def solve(sums: Moments, ridge: float, width: int) -> np.ndarray:
-    """[U, A, 2, E] float64: argmin over W of |X W - Y|^2 + ridge * s * |W|^2, each layer's by itself.
-
-    X [tokens, A] are the regressors and Y the targets; s is the mean of the first `width` diagonal elements
-    of X^T X, so that `ridge` has no unit. An intercept, after the first `width`, is not shrunk.
-    """
-    scale = np.trace(sums.gram[:width, :width]) / width
-    shrink = np.where(np.arange(len(sums.gram)) < width, ridge * scale, 0.0)
-    layers, unknowns = sums.cross.shape[:2]
-    flat = np.linalg.solve(sums.gram + np.diag(shrink), sums.cross.reshape(layers, unknowns, -1))
-    return flat.reshape(sums.cross.shape)
-
-
-def output_weights(student: Transformer, kernel: Array) -> Array:
-    """[U, K, H, H] float32: the weights of value errors of each kv head in the error of the attention output.
+def output_weights(config: ModelConfig, kernel: Array) -> Array:
+    """[K, H, H] float32: the weights of value errors of each kv head in the error of the attention output.
 
     They are O O^T, summed over the query heads that read the kv head, where O [H, D] is one query head's part
-    of the output projection `kernel` [U, N * H, D].
+    of the output projection `kernel` [N * H, D].
     """
-    config = student.config
-    heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
-    o = kernel.astype(jnp.float32).reshape(kernel.shape[0], *heads, config.hidden_size)
-    return constrain(_einsum("ukgid,ukgjd->ukij", o, o), ". . . .")
-
-
-def share(maps: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The one map [A, E] of a group: argmin over W of the sum over its layers u of |X (W - maps[u])|^2, where
-    an error e of a head counts as e weights[u] e^T.
-
-    maps: [U, A, E], each layer's own solution. weights: [U, K, H, H], symmetric; where all are 0, as of a
-    pruned head, the maps count alike.
-    """
-    if len(maps) == 1:
-        return maps[0]
-    heads, width = weights.shape[1:3]
-    size = np.einsum("ukhh->k", weights) / (len(maps) * width)
-    least = _LEAST * np.where(size > 0, size, 1.0)
-    weights = weights + least[:, None, None] * np.eye(width)
-    cut = maps.reshape(*maps.shape[:2], heads, width)
-    mixed = np.einsum("uakh,ukhi->kia", cut, weights, optimize=True)
-    return np.linalg.solve(weights.sum(0), mixed).transpose(2, 0, 1).reshape(maps.shape[1:])
+    o = kernel.astype(jnp.float32).reshape(config.num_kv_heads, -1, config.head_dim, config.hidden_size)
+    return constrain(_einsum("kgid,kgjd->kij", o, o), ". . .")
 
 
 def fit(
@@ -169,34 +212,59 @@ def fit(
 ) -> PyTree:
     """`params` with the k and v of the rows made at the split solved, in float32, and a shared norm of ones.
 
-    A row that several layers read (AcrossKV) minimises the error summed over them: for values after each
-    layer's output projection, for keys directly. Where keys are normalised (Qwen3), the keys before the norm
-    are fitted, and the gain stays that of `params`.
+    Tokens are weighted by the attention of the teacher that they receive. A row that several layers read
+    (AcrossKV) minimises the error summed over them: for values after each layer's output projection, for keys
+    directly. Where keys are normalised (Qwen3), the keys before the norm are fitted, and the gain stays that
+    of `params`.
+
+    The streams of all batches are kept on the devices: 2 T D numbers in the dtype of activations. Beside them
+    there are two or three sets of the normal equations of one layer, [K, A, A + 2 H] in float32 with A = D
+    (one more with biases), on devices and host: 0.6 GB a set for Llama-3.1-8B, 2.2 GB for 70B; the host
+    holds those of all layers that share the row.
 
     Args:
       student: of a SwiftKV plan. params: its parameters, as `to_swiftkv` makes them.
       teacher, own: the teacher and its parameters from the split on, as `steps.teacher_of` gives them.
       batches: of training data; padding is left out.
-      ridge: as in `solve`; None chooses one on held-out batches, for each layer's keys and values by itself.
+      ridge: as in `solve`; None chooses one on held-out batches, for each head's keys and values by itself.
+
+    Raises:
+      UsageError: there are fewer tokens than regressors.
     """
-    config, plan = student.config, student.plan
-    parts = moments(student, params, teacher, own_params, batches)
-    if ridge is None:
-        solved, _ = searched(*parts, config.hidden_size)
-    else:
-        solved = solve(parts[0] + parts[1], ridge, config.hidden_size)
-    upper = range(plan.depth, plan.num_layers)
-    kernels = [weights.layer(own_params, layer)["attentions"][0]["o_proj"]["kernel"] for layer in upper]
-    by_output = np.asarray(jax.jit(partial(output_weights, student))(jnp.stack(kernels)), np.float64)
-    alike = np.broadcast_to(np.eye(config.head_dim), by_output.shape)
-    costs = dict(zip(PLAIN.projections, (alike, by_output), strict=True))
+    config, plan, width = student.config, student.plan, student.config.hidden_size
+    enter = jax.jit(partial(entering, student))
+    kept, starts, tokens = [], [], [0, 0]
+    for number, batch in enumerate(batches):
+        x, count = enter(params, batch)
+        tokens[number % _HELD == _HELD - 1] += int(count)
+        kept, starts = [*kept, batch], [*starts, x]
+    unknowns = width + config.qkv_bias
+    if sum(tokens) < unknowns:
+        given = f"{unknowns} unknowns an output and {sum(tokens)} tokens to find them by"
+        raise UsageError(f"a least-squares start has {given}: raise plan.init_tokens, or plan.init=fold")
+    if ridge is None and (not tokens[1] or tokens[0] < unknowns):
+        ridge = RIDGE
+    streams, problems, solved = list(starts), {}, {}
+
+    def passed(layer: int) -> Iterator[tuple[Array, Array]]:
+        model, own = one_layer(teacher, own_params, layer)
+        for i, batch in enumerate(kept):
+            streams[i], sums = step(config, model, own, starts[i], streams[i], batch)
+            yield sums
+
+    for layer in range(plan.depth, plan.num_layers):
+        row = plan.reads[layer]
+        o = weights.layer(own_params, layer)["attentions"][0]["o_proj"]["kernel"]
+        cost = np.asarray(jax.jit(partial(output_weights, config.at(layer)))(o), np.float64)
+        problems.setdefault(row, []).append((halves(passed(layer)), cost))
+        if layer == plan.readers(row)[-1]:
+            solved[row] = row_of(problems.pop(row), ridge, width)
 
     def fitted(numbers: range, stack: PyTree) -> PyTree:
-        groups = [[layer - plan.depth for layer in plan.readers(row)] for row in numbers]
         out = dict(stack)
-        for which, (name, cost) in enumerate(costs.items()):
-            maps = np.stack([share(solved[group, :, which], cost[group]) for group in groups])  # [n, A, E]
-            parts = {"kernel": maps[:, : config.hidden_size], "bias": maps[:, -1]}
+        for kind, name in enumerate(PLAIN.projections):
+            maps = np.stack([solved[row][:, kind] for row in numbers])  # [n, A, E]
+            parts = {"kernel": maps[:, :width], "bias": maps[:, -1]}
             out[name] = {leaf: like(old, parts[leaf]) for leaf, old in stack[name].items()}
         return out
 
@@ -206,6 +274,51 @@ def fit(
     unit = {name: np.full(weight.shape, weight.fill) for name, weight in shared_norm_weights(config).items()}
     shared = {name: like(params[name], value) for name, value in unit.items()}
     return params | {"rows": rows} | shared
+
+
+def entering(student: Transformer, params: PyTree, batch: Batch) -> tuple[Hidden, Array]:
+    """(the hidden states entering the split, the number of real tokens) of one batch."""
+    angles, segments = angles_and_segments(student.config, batch.tokens, batch.positions, batch.segments)
+    x = embed(student, params, batch.tokens, batch.positions)
+    x = through(student, params, x, angles, segments, range(student.plan.depth)).x
+    return x, (segments > 0).sum()
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def step(
+    config: ModelConfig, model: Transformer, params: PyTree, start: Hidden, x: Hidden, batch: Batch
+) -> tuple[Hidden, tuple[Array, Array]]:
+    """(hidden states leaving a layer of the teacher, the sums of its `products`) of one batch; `start`: those
+    entering the split."""
+    n = before(config, unit_norm(config, jnp.float32), start.astype(jnp.float32))
+    n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
+    x, pair, weight = taught(model, params, x, batch)
+    return x, products(n, weight, jnp.stack(pair, axis=-2))
+
+
+def row_of(
+    layers: Sequence[tuple[list[tuple[np.ndarray, ...]], np.ndarray]], ridge: float | None, width: int
+):
+    """[A, 2, E] float64: the maps of a row, from the `halves` of the sums of each layer that reads it, and
+    that layer's `output_weights`."""
+    parts, costs = zip(*layers, strict=True)
+    alike = np.broadcast_to(np.eye(costs[0].shape[-1]), costs[0].shape)
+
+    def head(k: int) -> np.ndarray:
+        cost = np.stack([np.stack([alike[k], by_output[k]]) for by_output in costs], axis=1)
+
+        def problem(half: Sequence[tuple[np.ndarray, ...]]) -> Problem:
+            gram, cross = (
+                np.stack([x[k] for x in each]).astype(np.float64) for each in zip(*half, strict=True)
+            )
+            return Problem(gram, cross, cost)
+
+        halves = [problem(half) for half in zip(*parts, strict=True)]
+        if ridge is None:
+            return searched(*halves, width)[0]
+        return solve(functools.reduce(Problem.__add__, halves), ridge, width)
+
+    return np.concatenate([head(k) for k in range(len(alike))], axis=-1)
 
 
 def like(leaf: Array, value: np.ndarray) -> Array:
