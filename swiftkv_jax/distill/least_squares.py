@@ -114,8 +114,12 @@ def halves(made: Iterable[tuple[Array, ...]]) -> list[tuple[np.ndarray, ...]]:
     for number, arrays in enumerate(made):
         part = number % _HELD == _HELD - 1
         sums[part] = arrays if sums[part] is None else jax.tree.map(jnp.add, sums[part], arrays)
-    whole = jax.jit(lambda arrays: jax.tree.map(lambda x: constrain(x, ". " * x.ndim), arrays))
-    return [jax.tree.map(np.asarray, whole(part)) for part in sums if part is not None]
+    return [jax.tree.map(np.asarray, _whole(part)) for part in sums if part is not None]
+
+
+@jax.jit
+def _whole(arrays: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: constrain(x, ". " * x.ndim), arrays)
 
 
 class Problem(NamedTuple):
@@ -192,6 +196,7 @@ def solve(problem: Problem, ridge: float, width: int) -> np.ndarray:
     return found
 
 
+@partial(jax.jit, static_argnums=0)
 def output_weights(config: ModelConfig, kernel: Array) -> Array:
     """[K, H, H] float32: the weights of value errors of each kv head in the error of the attention output.
 
@@ -217,10 +222,10 @@ def fit(
     directly. Where keys are normalised (Qwen3), the keys before the norm are fitted, and the gain stays that
     of `params`.
 
-    The streams of all batches are kept on the devices: 2 T D numbers in the dtype of activations. Beside them
-    there are two or three sets of the normal equations of one layer, [K, A, A + 2 H] in float32 with A = D
-    (one more with biases), on devices and host: 0.6 GB a set for Llama-3.1-8B, 2.2 GB for 70B; the host
-    holds those of all layers that share the row.
+    The devices hold two streams of each batch, of all batches, and up to three sets of the normal equations of
+    one layer, [K, A, A + 2 H] in float32, with A = D (D + 1 with biases): 0.6 GB a set for Llama-3.1-8B, 2.2
+    GB for 70B, sharded over `fsdp` and `tensor`, but for one at a time, which is whole on each device when
+    it is fetched. The host holds two sets for each layer that reads the row.
 
     Args:
       student: of a SwiftKV plan. params: its parameters, as `to_swiftkv` makes them.
@@ -233,11 +238,14 @@ def fit(
     """
     config, plan, width = student.config, student.plan, student.config.hidden_size
     enter = jax.jit(partial(entering, student))
-    kept, starts, tokens = [], [], [0, 0]
+    kept: list[Batch] = []
+    starts: list[Hidden] = []
+    tokens = [0, 0]  # as in `halves`
     for number, batch in enumerate(batches):
         x, count = enter(params, batch)
+        kept.append(batch)
+        starts.append(x)
         tokens[number % _HELD == _HELD - 1] += int(count)
-        kept, starts = [*kept, batch], [*starts, x]
     unknowns = width + config.qkv_bias
     if sum(tokens) < unknowns:
         given = f"{unknowns} unknowns an output and {sum(tokens)} tokens to find them by"
@@ -255,7 +263,7 @@ def fit(
     for layer in range(plan.depth, plan.num_layers):
         row = plan.reads[layer]
         o = weights.layer(own_params, layer)["attentions"][0]["o_proj"]["kernel"]
-        cost = np.asarray(jax.jit(partial(output_weights, config.at(layer)))(o), np.float64)
+        cost = np.asarray(output_weights(config.at(layer), o), np.float64)
         problems.setdefault(row, []).append((halves(passed(layer)), cost))
         if layer == plan.readers(row)[-1]:
             solved[row] = row_of(problems.pop(row), ridge, width)
@@ -298,27 +306,25 @@ def step(
 
 def row_of(
     layers: Sequence[tuple[list[tuple[np.ndarray, ...]], np.ndarray]], ridge: float | None, width: int
-):
-    """[A, 2, E] float64: the maps of a row, from the `halves` of the sums of each layer that reads it, and
-    that layer's `output_weights`."""
-    parts, costs = zip(*layers, strict=True)
-    alike = np.broadcast_to(np.eye(costs[0].shape[-1]), costs[0].shape)
+) -> np.ndarray:
+    """[A, 2, E] float64: the maps of a row, from the `halves` of each layer that reads it, and that layer's
+    `output_weights`."""
+    sums, costs = zip(*layers, strict=True)
+    alike = np.eye(costs[0].shape[-1])
 
     def head(k: int) -> np.ndarray:
-        cost = np.stack([np.stack([alike[k], by_output[k]]) for by_output in costs], axis=1)
-
-        def problem(half: Sequence[tuple[np.ndarray, ...]]) -> Problem:
-            gram, cross = (
-                np.stack([x[k] for x in each]).astype(np.float64) for each in zip(*half, strict=True)
+        cost = np.stack([[alike, by_output[k]] for by_output in costs], axis=1)
+        parts = [
+            Problem(
+                *(np.stack([x[k] for x in each]).astype(np.float64) for each in zip(*part, strict=True)), cost
             )
-            return Problem(gram, cross, cost)
-
-        halves = [problem(half) for half in zip(*parts, strict=True)]
+            for part in zip(*sums, strict=True)
+        ]
         if ridge is None:
-            return searched(*halves, width)[0]
-        return solve(functools.reduce(Problem.__add__, halves), ridge, width)
+            return searched(*parts, width)[0]
+        return solve(functools.reduce(Problem.__add__, parts), ridge, width)
 
-    return np.concatenate([head(k) for k in range(len(alike))], axis=-1)
+    return np.concatenate([head(k) for k in range(len(costs[0]))], axis=-1)
 
 
 def like(leaf: Array, value: np.ndarray) -> Array:

@@ -1,18 +1,20 @@
 """The closed-form predictor against numpy.linalg.lstsq in float64, and what it must recover exactly."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_least_squares import squared_attention, unit
 from tiny_models import ODD, PLAIN, SIZED, tiny
 
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, weights
 from swiftkv_jax.core.ends import embed
 from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.core.scan import angles_and_segments, through
+from swiftkv_jax.core.scan import angles_and_segments, of_rows, through
 from swiftkv_jax.distill.data.packing import Batch, Sample, assemble
 from swiftkv_jax.distill.fit_predictor import fit
 
@@ -33,27 +35,29 @@ def batches(count: int = 3) -> list[Batch]:
 
 
 def streams(model, params, batch: Batch) -> list[np.ndarray]:
-    """[tokens, D] float64: what enters each layer, of the real tokens."""
+    """[B, T, D] float64: what enters each layer."""
     at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
     x, out = embed(model, params, batch.tokens, None), []
     for layer in range(model.config.num_layers):
-        out.append(np.asarray(x, np.float64)[batch.segments > 0])
+        out.append(np.asarray(x, np.float64))
         x = through(model, params, x, at, segments, range(layer, layer + 1)).x
     return out
 
 
 def rows_of(model, params, data) -> list[dict[str, np.ndarray]]:
-    """Projected keys and values of each row of a standard model in float64, before norm and rotation."""
-    entering = [
-        np.concatenate(parts) for parts in zip(*(streams(model, params, b) for b in data), strict=True)
-    ]
-    out = []
-    for layer, x in enumerate(entering):
-        gain = np.asarray(weights.layer(params, layer)["attentions"][0]["norm"], np.float64)
-        h = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.config.rms_norm_eps) * gain
-        maker = jax.tree.map(lambda w: np.asarray(w, np.float64), weights.row(params, layer))
-        names = ("k_proj", "v_proj")
-        out.append({n: h @ maker[n]["kernel"] + maker[n].get("bias", 0) for n in names})
+    """Projected keys and values of each row of a standard model, before norm and rotation, and the square
+    root of the weight of each real token for each kv head, in float64."""
+    entering, out = [streams(model, params, batch) for batch in data], []
+    for layer in range(model.config.num_layers):
+        p = weights.layer(params, layer)["attentions"][0] | weights.row(params, layer)
+        p, found = jax.tree.map(lambda w: np.asarray(w, np.float64), p), []
+        for each, batch in zip(entering, data, strict=True):
+            h = unit(each[layer]) * p["norm"]
+            row = {n: h @ p[n]["kernel"] + p[n].get("bias", 0) for n in ("k_proj", "v_proj")}
+            seen = squared_attention(model.config, layer, p, row["k_proj"], h, batch)
+            real = np.asarray(batch.segments) > 0
+            found.append({name: y[real] for name, y in (row | {"root": np.sqrt(seen)}).items()})
+        out.append({name: np.concatenate([one[name] for one in found]) for name in found[0]})
     return out
 
 
@@ -69,16 +73,39 @@ def test_maps_are_those_of_lstsq_with_a_ridge_on_all_but_the_intercept(of_base, 
     got = fit(model, {"base": base_params, "auxiliary": aux_params}, data, ridge)
     given, wanted = rows_of(auxiliary, aux_params, data), rows_of(base, base_params, data)
     for row, read in enumerate(READS):
-        for name in ("k_proj", "v_proj"):
-            x, y = given[read][name], wanted[row][name]
-            width = x.shape[1]
-            shrink = np.sqrt(ridge * (x * x).sum() / width) * np.eye(width, width + 1)
-            left = np.concatenate([np.concatenate([x, np.ones((len(x), 1))], 1), shrink])
-            right = np.concatenate([y, np.zeros((width, y.shape[1]))])
+        for name, head in itertools.product(("k_proj", "v_proj"), range(wanted[row]["root"].shape[1])):
+            part = slice(head * of_base.head_dim, (head + 1) * of_base.head_dim)
+            root, x, y = wanted[row]["root"][:, [head]], given[read][name], wanted[row][name][:, part]
+            width, x = x.shape[1], root * np.concatenate([x, np.ones((len(x), 1))], 1)
+            shrink = np.sqrt(ridge * (x[:, :-1] ** 2).sum() / width) * np.eye(width, width + 1)
+            left, right = (
+                np.concatenate([x, shrink]),
+                np.concatenate([root * y, np.zeros((width, y.shape[1]))]),
+            )
             want = np.linalg.lstsq(left, right, rcond=None)[0]
             p = weights.row(got, row)[name]
-            np.testing.assert_allclose(p["kernel"], want[:width], rtol=0, atol=2e-4)
-            np.testing.assert_allclose(p["bias"], want[width], rtol=0, atol=2e-4)
+            np.testing.assert_allclose(p["kernel"][:, part], want[:width], rtol=0, atol=2e-4)
+            np.testing.assert_allclose(p["bias"][part], want[width], rtol=0, atol=2e-4)
+
+
+def test_a_base_that_is_a_student_has_all_tokens_alike():
+    base, base_params = tiny(PLAIN, KVPlan.swiftkv(4, 2))
+    auxiliary, aux_params = tiny(SHORT, KVPlan.standard(2), seed=1)
+    model, data = Predicted(base, auxiliary, Prediction(READS)), batches()
+    got = fit(model, {"base": base_params, "auxiliary": aux_params}, data, 0.0)
+    real = np.concatenate([np.asarray(batch.segments) > 0 for batch in data])
+    for row, read in enumerate(READS):
+        x, y = (
+            np.concatenate(
+                [
+                    of_rows(predict.read(*whole, b.tokens, b.positions, b.segments, [r]).raw, [r])[0][0]
+                    for b in data
+                ]
+            )[real]
+            for r, *whole in ((read, auxiliary, aux_params), (row, base, base_params))
+        )
+        want = np.linalg.lstsq(np.concatenate([x, np.ones((len(x), 1))], 1), y, rcond=None)[0]
+        np.testing.assert_allclose(weights.row(got, row)["k_proj"]["kernel"], want[:-1], rtol=0, atol=1e-3)
 
 
 def test_least_squares_gives_the_identity_if_the_base_is_its_own_auxiliary():

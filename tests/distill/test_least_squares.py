@@ -64,7 +64,8 @@ def unit(x: np.ndarray) -> np.ndarray:
 
 def turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Heads [..., T, n, H] after rotary embedding."""
-    angle = positions[..., None, None] / 10000 ** (np.arange(0, HEAD, 2) / HEAD)
+    width = x.shape[-1]
+    angle = positions[..., None, None] / 10000 ** (np.arange(0, width, 2) / width)
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
@@ -72,11 +73,12 @@ def turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def squared_attention(config, layer: int, p, keys: np.ndarray, h: np.ndarray, batch: Batch) -> np.ndarray:
     """[B, T, K]: the sum over the queries of each kv head of squared probabilities, all of them formed."""
     q = h @ np.asarray(p["q_proj"]["kernel"], np.float64) + np.asarray(p["q_proj"].get("bias", 0.0))
-    q, k = (y.reshape(*y.shape[:2], -1, HEAD) for y in (q, keys))
+    q, k = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in (q, keys))
     if config.qk_norm:
         q, k = unit(q) * np.asarray(p["q_norm"]), unit(k) * np.asarray(p["k_norm"])
     q, k = (turned(y, np.asarray(batch.positions)) for y in (q, k))
-    scores = np.einsum("bqnh,btnh->bnqt", q, np.repeat(k, q.shape[2] // k.shape[2], axis=2)) / np.sqrt(HEAD)
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scores = np.einsum("bqnh,btnh->bnqt", q, k) / np.sqrt(config.head_dim)
     if config.attention_softcap:
         scores = config.attention_softcap * np.tanh(scores / config.attention_softcap)
     segment, at = np.asarray(batch.segments), np.arange(q.shape[1])
@@ -84,7 +86,8 @@ def squared_attention(config, layer: int, p, keys: np.ndarray, h: np.ndarray, ba
     seen &= at > at[:, None] - config.windows[layer]
     shares = np.exp(scores) * seen[:, None]
     shares /= shares.sum(-1, keepdims=True)
-    return (shares**2).sum(2).reshape(len(q), k.shape[2], -1, q.shape[1]).sum(2).swapaxes(1, 2)
+    heads = keys.shape[-1] // config.head_dim
+    return (shares**2).sum(2).reshape(len(q), heads, -1, q.shape[1]).sum(2).swapaxes(1, 2)
 
 
 class Layer(NamedTuple):
