@@ -222,10 +222,10 @@ def fit(
     directly. Where keys are normalised (Qwen3), the keys before the norm are fitted, and the gain stays that
     of `params`.
 
-    The devices hold two streams of each batch, of all batches, and up to three sets of the normal equations of
-    one layer, [K, A, A + 2 H] in float32, with A = D (D + 1 with biases): 0.6 GB a set for Llama-3.1-8B, 2.2
-    GB for 70B, sharded over `fsdp` and `tensor`, but for one at a time, which is whole on each device when
-    it is fetched. The host holds two sets for each layer that reads the row.
+    The devices hold two streams of every batch, and up to three sets of the normal equations of one layer,
+    [K, A, A + 2 H] in float32, with A = D (D + 1 with biases): 0.6 GB a set for Llama-3.1-8B, 2.2 GB for 70B.
+    They are sharded over `fsdp` and `tensor`, but a set that is fetched is whole on each device. The host
+    holds two sets for each layer that reads the row.
 
     Args:
       student: of a SwiftKV plan. params: its parameters, as `to_swiftkv` makes them.
