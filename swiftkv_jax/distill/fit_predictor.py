@@ -97,7 +97,7 @@ def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float
 
     def solved(row: int, gram: np.ndarray, cross: np.ndarray) -> PyTree:
         inside, _ = row_widths(model)[row]
-        own = [*range(inside), width]  # without the zeros of a narrower row, with the 1
+        own = [*range(inside), -1]  # without the zeros of a narrower row, with the 1
         heads = [
             solve(Problem(g[np.ix_(own, own)][None], c[own][None, :, None], np.ones(())), ridge, inside)[:, 0]
             for g, c in zip(gram, cross, strict=True)

@@ -144,7 +144,7 @@ def rows_of(fitted, name: str) -> list[np.ndarray]:
     return [np.concatenate([p["kernel"], p["bias"][None]]) if "bias" in p else p["kernel"] for p in maps]
 
 
-@pytest.mark.slow("llama", "qwen3")
+@pytest.mark.slow("llama", "qwen3", "gemma")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_is_numpys_least_squares_of_the_teachers_keys_and_values(family):
     """Each token as often as the attention that it receives, squared and summed over a kv head's queries."""
