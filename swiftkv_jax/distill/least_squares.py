@@ -107,8 +107,8 @@ def products(
     return constrain(gram, "K D ."), constrain(cross, "K D" + " ." * (cross.ndim - 2))
 
 
-def halves(made: Iterable[tuple[Array, ...]]) -> list[tuple[np.ndarray, ...]]:
-    """The sums of arrays that are made of each batch, on the host: of most batches and, if there are enough,
+def halves(made: Iterable[PyTree]) -> list[PyTree]:
+    """The sums of trees of arrays that are made of each batch, on the host: of most batches and, if there are enough,
     of every eighth one, to choose ridges on. They are added on the devices, and fetched whole."""
     sums: list = [None, None]
     for number, arrays in enumerate(made):
