@@ -108,8 +108,8 @@ def products(
 
 
 def halves(made: Iterable[PyTree]) -> list[PyTree]:
-    """The sums of trees of arrays that are made of each batch, on the host: of most batches and, if there are enough,
-    of every eighth one, to choose ridges on. They are added on the devices, and fetched whole."""
+    """The sums of the arrays that are made of each batch, on the host: of most batches and, if there are
+    enough, of every eighth one, to choose ridges on. They are added on the devices, and fetched whole."""
     sums: list = [None, None]
     for number, arrays in enumerate(made):
         part = number % _HELD == _HELD - 1
