@@ -1,5 +1,6 @@
 """`swiftkv eval STUDENT --against TEACHER`: transformers' greedy answers and likelihoods, and refusals."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cli import answers
-from swiftkv_jax.cli.answers import Answers, compared, main
+from swiftkv_jax.cli.answering import of_weights
+from swiftkv_jax.cli.answers import main
 from swiftkv_jax.cli.convert import convert
-from swiftkv_jax.distill.config import PlanConfig
+from swiftkv_jax.distill import answers, report
+from swiftkv_jax.distill.answers import Answers, compared
+from swiftkv_jax.distill.config import Experiment, PlanConfig
+from swiftkv_jax.distill.data.loader import DataConfig
+from swiftkv_jax.distill.loop import train
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 TEACHER = Path(__file__).resolve().parents[1] / "demo" / "teacher"
 TEXT = "The lighthouse keeper walked down to the shore and looked at the boats. " * 8
@@ -97,12 +103,62 @@ def test_figures_of_answers_written_by_hand():
     same, other = [1, 2, 3, 4] * 5, [1, 2, 3, 4] * 4 + [9, 9, 9, 9]
     teacher = Answers([same, [5, 6]], ["", ""], [1.0, 2.0])
     student = Answers([other, [5, 6]], ["", ""], [1.5, 2.0])
-    equal, found = compared(teacher, student)
-    assert equal[16] == (1.0, 0.0) and equal[64] == (0.5, 0.5)
+    equal, found, pairs = compared(teacher, student, ["a", "b"], 64)
+    assert equal == {16: (1.0, 0.0), 64: (0.5, 0.5)} and [pair["prompt"] for pair in pairs] == ["a", "b"]
     assert found["teacher's nats per token"] == pytest.approx((1.5, 1.75, 0.25, 0.25))
     # 17 four-grams, of which 4 are new; of the other, 4 and those with a 9 in them.
     assert found["repeated 4-grams"] == pytest.approx((13 / 34, 9 / 34, -2 / 17, 2 / 17))
     assert found["tokens"] == pytest.approx((11, 11, 0, 0))
+
+
+@pytest.mark.slow
+def test_a_run_answers_held_out_prompts_as_its_export_does(tmp_path, monkeypatch):
+    """Chats by their template up to the user's last turn, documents by their beginnings; in the report too. A
+    run that asks for none makes no engine."""
+    path = tmp_path / "data.jsonl"
+    rows = [{"text": f"{number} {TEXT}"} for number in range(4)] + [ROWS[1]] * 3
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(sources=(str(path),), seq_len=48, batch_size=2)
+    plan = PlanConfig(split=2, init="fold")
+    e = Experiment(name="x", model=str(TEACHER), plan=plan, data=data, evaluation=data, dtype="float32")
+    e = dataclasses.replace(e, steps=1, evaluation_batches=1, answers=7, export_dtype="float32")
+    out, said = tmp_path / "run", []
+    found = train(e, out, say=said.append, ask=of_weights(said.append)).answers
+    assert found is not None and found.equal[16][0] < 1 and found.report() in said
+    tokenizer, served = load_tokenizer(TEACHER), skv.LLM(out / "export", dtype="float32")
+    greedy = skv.SamplingParams(temperature=0.0, max_tokens=24)
+    document = tokenizer.encode(rows[0]["text"])[:24]
+    chat = tokenizer.encode_chat(ROWS[1]["messages"][:1], True)
+    for ids, pair in ((document, found.pairs[0]), (chat, found.pairs[-1])):
+        assert pair["prompt"] == tokenizer.decode(ids)
+        assert pair["student"] == served.generate({"prompt_token_ids": ids}, greedy)[0].outputs[0].text
+    assert found.figures["teacher's nats per token"].difference > 0
+    assert all(
+        "| first 24 tokens equal |" in (out / name).read_text() for name in ("report.md", "export/README.md")
+    )
+    metrics = report.metrics_of(out)
+    assert [row["answers/equal_16"] for row in metrics if "answers/equal_16" in row] == [found.equal[16][0]]
+    assert any("loss" in row for row in metrics) and any("eval/kl" in row for row in metrics)
+
+    def no_engine(*_args):
+        raise AssertionError
+
+    again = train(dataclasses.replace(e, answers=0), tmp_path / "other", say=said.append, ask=no_engine)
+    assert again.answers is None
+
+
+def test_held_out_prompts_come_from_all_documents_and_leave_room(tmp_path):
+    path = tmp_path / "data.jsonl"
+    long = {"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "A."}]}
+    rows = [{"text": f"{number} {TEXT}"} for number in range(8)] + [long]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, tokenizer = DataConfig(sources=(str(path),), seq_len=100, batch_size=1), load_tokenizer(TEACHER)
+    prompts = answers.held_out(data, tokenizer, 3, 50)
+    assert [tokenizer.decode(ids)[:2] for ids in prompts] == ["0 ", "3 ", "6 "], "and not the long chat"
+    assert {len(ids) for ids in prompts} == {50}
+    longer = dataclasses.replace(data, seq_len=2048)
+    assert [len(ids) for ids in answers.held_out(longer, tokenizer, 9, 50)][:8] == [answers.BEGINNING] * 8
+    assert len(answers.held_out(longer, tokenizer, 9, 50)) == 9, "and the chat, whole"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ LEVELS = (
     "config",
     "core text audio",
     "checkpoint",
-    "distill engine analysis slim",
+    "distill engine analysis slim tasks",
     "server lm_eval cli __main__",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}

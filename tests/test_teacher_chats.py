@@ -14,6 +14,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.cli import teacher_chats
 from swiftkv_jax.cli.teacher_chats import Sampling
 from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.progress import Doing
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.data.samples import Samples
@@ -71,7 +72,7 @@ def test_a_model_writes_its_answers_once_and_a_run_trains_on_them(model, source,
 
 def test_chats_are_sampled_again_for_other_prompts_sampling_or_weights(model, source, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        teacher_chats, "_answers", lambda model, prompts, left, how: [(i, ("x", 1)) for i in left]
+        teacher_chats, "_answers", lambda model, prompts, left, *how: [(i, ("x", 1)) for i in left]
     )
     first = teacher_chats.chats_of(str(model), source)
     assert teacher_chats.chats_of(str(model), source) == first
@@ -91,7 +92,7 @@ def test_answers_outlast_a_disk_that_is_full_at_the_end(model, tmp_path, monkeyp
     prompts = [[{"role": "user", "content": text}] for text in "abc"]
     asked: list[list[int]] = []
 
-    def answers(_model, _prompts, left, _sampling):
+    def answers(_model, _prompts, left, *_how):
         asked.append(list(left))
         return [(number, (f"answer {number}", 2)) for number in left]
 
@@ -115,7 +116,7 @@ def test_answers_end_where_the_context_does(model, tmp_path):
     chats = [[{"role": "user", "content": "the cat " * count}] for count in (10, 60)]
     tokenizer, most = load_tokenizer(model), Sampling(max_tokens=1000)
     room = WORDS.max_position_embeddings - len(tokenizer.encode_chat(chats[0], True))
-    found = list(teacher_chats._answers(str(model), chats, [0], most))
+    found = list(teacher_chats._answers(str(model), chats, [0], most, Doing()))
     assert 0 < room < 100 and found[0][0] == 0 and 0 < found[0][1][1] <= room
     with pytest.raises(UsageError, match="prompt 1"):
         teacher_chats.write_chats(str(model), chats, tmp_path / "chats.jsonl", most)
@@ -136,7 +137,7 @@ def test_answers_written_by_a_stopped_run_are_kept(model, tmp_path, monkeypatch)
     prompts = [[{"role": "user", "content": text}] for text in "abc"]
     asked: list[list[int]] = []
 
-    def answers(_model, _prompts, left, _sampling):
+    def answers(_model, _prompts, left, *_how):
         asked.append(list(left))
         for number in reversed(left):
             yield number, (f"answer {number}", 2)

@@ -1,113 +1,21 @@
-"""`swiftkv eval STUDENT --against TEACHER`: the answers of a student beside its teacher's, without labels.
-
-Likelihoods say little of answers: a student follows its own tokens, which its teacher would not have written.
-Both answer the same prompts greedily.
-"""
+"""`swiftkv eval STUDENT --against TEACHER`: the answers of a student beside its teacher's, see
+distill/answers.py."""
 
 import argparse
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.cli.teacher_chats import Chat, prompts_of
+from swiftkv_jax.cli.answering import LANES, beside
+from swiftkv_jax.cli.teacher_chats import prompts_of
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
-from swiftkv_jax.common.progress import show, working
+from swiftkv_jax.common.progress import show
 from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.distill.answers import BEGINNING, compared, ids_of
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
-
-EQUAL = (16, 64, 256)  # tokens from the beginning
-BEGINNING = 64  # tokens of a document that are its prompt
-GRAM = 4
-SHOWN = 2  # pairs
-LANES = 64
-
-
-class Answers(NamedTuple):
-    """One model's answers to all prompts: token ids, texts, and the teacher's nats per token of each."""
-
-    ids: list[list[int]]
-    texts: list[str]
-    nats: list[float]
-
-
-class Pair(NamedTuple):
-    """A figure of both models, means over the answers, and the mean of the paired differences (student less
-    teacher) with its standard error."""
-
-    teacher: float
-    student: float
-    difference: float
-    error: float
-
-    @classmethod
-    def of(cls, teacher: Sequence[float], student: Sequence[float]) -> "Pair":
-        """Of one number for each answer."""
-        apart = np.subtract(student, teacher)
-        return cls(float(np.mean(teacher)), float(np.mean(student)), *mean(apart))
-
-
-def mean(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """(mean, its standard error; infinite for one value)."""
-    x = np.asarray(values, float)
-    return float(x.mean()), float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("inf")
-
-
-def repeated(ids: Sequence[int]) -> float:
-    """The share of an answer's 4-grams that occurred in it before; 0 if it is shorter."""
-    grams = [tuple(ids[i : i + GRAM]) for i in range(len(ids) - GRAM + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def compared(teacher: Answers, student: Answers) -> tuple[dict[int, tuple[float, float]], dict[str, Pair]]:
-    """(tokens -> share of answers that begin with the same so many tokens, or are the same where shorter, and
-    its standard error; figure -> both models')."""
-    both = list(zip(teacher.ids, student.ids, strict=True))
-    equal = {n: mean([float(a[:n] == b[:n]) for a, b in both]) for n in EQUAL}
-    figures = {
-        "teacher's nats per token": Pair.of(teacher.nats, student.nats),
-        "repeated 4-grams": Pair.of(*([repeated(a) for a in x.ids] for x in (teacher, student))),
-        "tokens": Pair.of(*([float(len(a)) for a in x.ids] for x in (teacher, student))),
-    }
-    return equal, figures
-
-
-def ids_of(tokenizer: Tokenizer, prompt: Chat | str) -> list[int]:
-    """A chat by its template, without one a single turn's text; or a document's beginning."""
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)[:BEGINNING]
-    if tokenizer.template is None and len(prompt) == 1:
-        return tokenizer.encode(prompt[0]["content"])
-    return tokenizer.encode_chat(prompt, True)
-
-
-def answers_of(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], list[str]]:
-    """(ids, texts) of the greedy answers, at most `tokens` tokens each."""
-    params, done = SamplingParams(max_tokens=tokens, temperature=0.0), {}
-    requests = [
-        llm.request({"prompt_token_ids": ids}, params, f"prompt {i}") for i, ids in enumerate(prompts)
-    ]
-    with working(show, f"{len(prompts):,} answers") as doing:
-        for number, output in llm.run(requests):
-            done[number] = output.outputs[0]
-            if done[number].finish_reason == "error":
-                raise UsageError(f"prompt {number}: {done[number].error}")
-            doing.place = f"{len(done):,} done, "
-    outputs = [done[number] for number in range(len(prompts))]
-    return [list(output.token_ids) for output in outputs], [output.text for output in outputs]
-
-
-def nats_of(llm: LLM, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """The model's mean negative log likelihood of the answer's tokens."""
-    known = llm.score([*prompt, *answer])[len(prompt) :]
-    return -float(np.mean([found[i].logprob for found, i in zip(known, answer, strict=True) if found]))
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 
 def parser() -> Parser:
@@ -140,48 +48,40 @@ def _run(args: argparse.Namespace) -> None:
     prompts = prompts_of(args.prompts, texts=True)[: args.count]
     folders = [local_folder(model) for model in (args.student, args.against)]
     tokenizers = list(map(load_tokenizer, folders))
-    read = [[ids_of(tokenizer, prompt) for prompt in prompts] for tokenizer in tokenizers]
-    for number, (mine, theirs) in enumerate(zip(*read, strict=True)):
-        if mine != theirs:
-            raise UsageError(
-                f"{args.student} and {args.against} read prompt {number} as other tokens: answers can be "
-                "compared if tokenizer and chat template are the same"
-            )
-    longest = max(map(len, read[0])) + args.tokens
-    context = min(ModelConfig.from_hf(folder).longest_context for folder in folders)
-    if longest > context:
-        raise UsageError(
-            f"--tokens {args.tokens}: with the longest prompt {longest}, over the context {context}"
-        )
+    read, theirs = ([ids_of(tokenizer, prompt) for prompt in prompts] for tokenizer in tokenizers)
+    check_alike((args.student, args.against), (read, theirs))
+    longest = fitting(folders, max(map(len, read)) + args.tokens, args.tokens)
     sizes = {"max_model_len": longest, "max_num_seqs": min(LANES, len(prompts)), "dtype": "auto"}
-    student = answers_of(LLM(args.student, **sizes, cache_dtype=args.cache_dtype), read[0], args.tokens)
-    llm = LLM(args.against, **sizes)
-    teacher = answers_of(llm, read[0], args.tokens)
-    with working(show, "the teacher reads both"):
-        both = [
-            Answers(ids, texts, [nats_of(llm, *pair) for pair in zip(read[0], ids, strict=True)])
-            for ids, texts in (teacher, student)
-        ]
-    equal, figures = compared(*both)
-    show(report(equal, figures, len(prompts)))
-    pairs = [
-        {"prompt": llm.tokenizer.decode(ids), "teacher": own, "student": its}
-        for ids, own, its in zip(read[0], both[0].texts, both[1].texts, strict=True)
-    ]
-    apart = (pair for pair in pairs if pair["teacher"] != pair["student"])
-    for pair in itertools.islice(apart, SHOWN):
-        show("".join(f"\n{name}: {text.strip()}" for name, text in pair.items()))
+    own, its = beside(
+        lambda: LLM(args.student, **sizes, cache_dtype=args.cache_dtype),
+        lambda: LLM(args.against, **sizes),
+        read,
+        args.tokens,
+    )
+    found = compared(own, its, [tokenizers[0].decode(ids) for ids in read], args.tokens)
+    show(found.report(pairs=True))
     if args.out:
         with explained(f"write to {args.out}"):
-            args.out.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
+            args.out.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in found.pairs))
 
 
-def report(equal: dict[int, tuple[float, float]], figures: dict[str, Pair], count: int) -> str:
-    """The lines that are printed."""
-    alike = ", ".join(f"{n} tokens {share:.3f} ± {error:.3f}" for n, (share, error) in equal.items())
-    lines = [f"{count} prompts, greedy; share of answers with equal beginnings: {alike}"]
-    lines.append(f"{'':28}{'teacher':>10}{'student':>10}   difference")
-    for name, x in figures.items():
-        apart = f"{x.difference:+.3f} ± {x.error:.3f}"
-        lines.append(f"{name:28}{x.teacher:>10.3f}{x.student:>10.3f}   {apart}")
-    return "\n".join(lines)
+def check_alike(models: Sequence[str], read: Sequence[Sequence]) -> None:
+    """Raises UsageError: models read a prompt as other tokens; `read` has what each reads of every prompt."""
+    for number, (first, *others) in enumerate(zip(*read, strict=True)):
+        if any(other != first for other in others):
+            raise UsageError(
+                f"{' and '.join(models)} read prompt {number} as other tokens: answers can be compared if "
+                "tokenizer and chat template are the same"
+            )
+
+
+def fitting(folders: Sequence[Path], longest: int, tokens: int) -> int:
+    """The longest text, prompt and answer, in tokens.
+
+    Raises:
+      UsageError: it is longer than a model's context.
+    """
+    context = min(ModelConfig.from_hf(folder).longest_context for folder in folders)
+    if longest > context:
+        raise UsageError(f"--tokens {tokens}: with the longest prompt {longest}, over the context {context}")
+    return longest

@@ -32,6 +32,7 @@ HELP = """usage: swiftkv COMMAND ...
   kernels MODEL           check and time the kernels of its sizes on this machine; the flags of serve
   eval MODEL --tasks T    EleutherAI's evaluation harness
   eval MODEL --against T  a student's answers beside those of its teacher T
+  eval MODEL --files DIR  --tasks ifeval,gsm8k,hellaswag from local files, also against its teacher
   push DIR REPO           upload an export to the Hugging Face hub
 
 swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
@@ -62,15 +63,18 @@ def expand_model_argument(name: str, words: list[str]) -> list[str]:
         name not in MODEL_FLAGS
         or not words
         or words[0].startswith("-")
-        or (name == "eval" and _against(words))
+        or (name == "eval" and _our_eval(words))
     ):
         return words
     return [*MODEL_FLAGS[name](words[0]), *words[1:]]
 
 
-def _against(words: list[str]) -> bool:
-    """Whether `eval` compares two models' answers."""
-    return any(word.partition("=")[0] == "--against" for word in words)
+def _our_eval(words: list[str]) -> str:
+    """The module of this folder that `eval` means; "" for lm-eval."""
+    flags = {word.partition("=")[0] for word in words}
+    if "--files" in flags or {"--against", "--tasks"} <= flags:
+        return "tasks"
+    return "answers" if "--against" in flags else ""
 
 
 def _command(module: str, compiles: str = "") -> Callable[[], int]:
@@ -132,9 +136,9 @@ def kernels() -> int:
 
 
 def evaluate() -> int:
-    """Compare two models' answers, or run lm-eval on our model; the exit code."""
-    if _against(sys.argv):
-        return _command("answers")()
+    """Compare two models' answers, run our tasks, or lm-eval on our model; the exit code."""
+    if module := _our_eval(sys.argv):
+        return _command(module)()
     if "--version" in sys.argv[1:]:
         print(f"swiftkv-jax {__version__}")
         return 0

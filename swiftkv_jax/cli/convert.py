@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from swiftkv_jax.checkpoint.hf import local_folder, read_model
+from swiftkv_jax.cli.answering import of_weights
 from swiftkv_jax.cli.untrained import ROWS, SHARE, apart, costs, opened
 from swiftkv_jax.common.bucket import Home, Place, path_or_url
 from swiftkv_jax.common.checks import integer
@@ -30,6 +31,7 @@ from swiftkv_jax.config.model import DTYPES, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.surgery import INITS
 from swiftkv_jax.distill import kernels, start
+from swiftkv_jax.distill.answers import to_held_out
 from swiftkv_jax.distill.config import (
     LEAST_SQUARES,
     MAPS,
@@ -73,6 +75,8 @@ def parser() -> Parser:
     p.flag("--length N", "context length in tokens (default: %(default)s)", type=int, default=512)
     about = "dtype of the computation (default: %(default)s)"
     p.flag("--dtype", about, choices=DTYPES, default="float32")
+    about = "held-out prompts that student and teacher both answer (default: %(default)s; 0: none)"
+    p.flag("--answers N", about, type=int, default=16)
     p.flag("--out DIR", "folder for the student, here or gs://BUCKET/PATH", type=path_or_url, required=True)
     return p
 
@@ -93,7 +97,16 @@ def _run(args: argparse.Namespace) -> None:
         except ValueError:
             raise UsageError(f"--keep takes layers as 0,2,4, not {args.keep!r}") from None
         part = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail, **start)
-    convert(args.model, part, args.out, args.text or [str(CORPUS)], args.length, args.dtype)
+    text = args.text or [str(CORPUS)]
+    convert(
+        args.model,
+        part,
+        args.out,
+        text,
+        args.length,
+        args.dtype,
+        answers=integer("--answers", args.answers, 0),
+    )
 
 
 def convert(
@@ -104,6 +117,7 @@ def convert(
     length: int = 512,
     dtype: str = "float32",
     say: Say = show,
+    answers: int = 0,
 ) -> dict[str, float]:
     """Save the student of `model` that training would start with, in its own dtype, with a model card.
 
@@ -114,6 +128,7 @@ def convert(
         few documents, every tenth piece.
       length: tokens of a row, for fitting and for evaluation.
       dtype: to compute in.
+      answers: most held-out prompts that both models answer, greedily; 0: none.
 
     Returns:
       `costs` of the student.
@@ -162,7 +177,12 @@ def convert(
             longest = longest_piece(trial.held_out)
             if longest < length:
                 say(f"the longest held-out document has {longest:,} tokens, fewer than --length {length:,}")
-            made = student.recipe.student
+            made, found = student.recipe.student, None
+            if answers:
+                ask, own = of_weights(say), (made, student.params, folder, tokenizer)
+                found = to_held_out(ask, *own, evaluation, answers)
+            if found is not None:
+                say(found.report())
             with working(say, f"exporting to {home.here}"):
                 start.export(home.here, made, student.params, config.dtype, folder, tokenizer.folder)
         named = dataclasses.replace(experiment, name=home.here.name, model=model)
@@ -171,7 +191,7 @@ def convert(
                 f"{length}/{name}": figures[name]
                 for name in ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")
             }
-            page = card(named, made, shown, license_of(folder), {length: longest})
+            page = card(named, made, shown, license_of(folder), {length: longest}, found)
             (home.here / "README.md").write_text(page, encoding="utf-8")
         home.send()
     say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: {serving(home.place)}")

@@ -20,14 +20,18 @@ from urllib.parse import parse_qsl
 import jax
 
 from swiftkv_jax.checkpoint.adapter import fingerprint, local_folder
+from swiftkv_jax.cli.answering import LANES, answered
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, explained, suggest
-from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.common.progress import Doing, Say, show, working
 from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.distill.answers import asked_of
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.data import files
 from swiftkv_jax.distill.data.forms import BadRow, parse_row
 from swiftkv_jax.distill.data.sources import SELF, kept_at
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 Chat = list[dict]
@@ -126,10 +130,7 @@ def prompts_of(source: str, texts: bool = False) -> list:
                 if texts and document.text:
                     prompts.append(document.text)
                     continue
-                chat = list(document.messages)
-                while chat and chat[-1]["role"] != "user":
-                    chat.pop()
-                if not chat:
+                if not (chat := asked_of(document.messages)):
                     raise BadRow('neither "prompt" nor a turn of the user')
                 prompts.append(chat)
             except BadRow as error:
@@ -161,11 +162,10 @@ def write_chats(
             draft.open("a", encoding="utf-8") as file,
         ):
             left = [number for number in range(len(prompts)) if number not in answers]
-            for number, answer in _answers(model, prompts, left, sampling):
+            for number, answer in _answers(model, prompts, left, sampling, doing):
                 answers[number] = answer
                 file.write(json.dumps([number, *answer]) + "\n")
                 file.flush()
-                doing.place = f"{len(answers):,} done, "
         rows = [
             {"messages": [*prompt, {"role": "assistant", "content": answers[number][0]}]}
             for number, prompt in enumerate(prompts)
@@ -178,26 +178,20 @@ def write_chats(
     return Written(len(rows), sum(tokens for _, tokens in answers.values()), time.monotonic() - began)
 
 
-def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling: Sampling):
+def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling: Sampling, doing: Doing):
     """(number, (text, tokens)) of the answers to the prompts numbered `left`, as they are finished."""
     if not left:
         return
-    from swiftkv_jax.engine.llm import LLM
-    from swiftkv_jax.engine.request import SamplingParams
-
     folder = local_folder(model)
     tokenizer, context = load_tokenizer(folder), ModelConfig.from_hf(folder).max_position_embeddings
     lengths = {number: len(tokenizer.encode_chat(prompts[number], True)) for number in left}
     most = min(context, max(lengths.values()) + sampling.max_tokens)
-    llm = LLM(model, max_model_len=most, max_num_seqs=min(64, len(left)), dtype="auto")
-    requests = []
+    llm = LLM(model, max_model_len=most, max_num_seqs=min(LANES, len(left)), dtype="auto")
+    asked = {}
     for number in left:
         room = max(1, min(sampling.max_tokens, most - lengths[number]))  # without any `llm.request` raises
         temperature, top_p, seed = sampling.temperature, sampling.top_p, sampling.seed + number
         params = SamplingParams(max_tokens=room, temperature=temperature, top_p=top_p, seed=seed)
-        requests.append(llm.request({"messages": prompts[number]}, params, f"prompt {number}"))
-    for index, output in llm.run(requests):
-        answer = output.outputs[0]
-        if answer.finish_reason == "error":
-            raise UsageError(f"{model} fails on prompt {left[index]}: {answer.error}")
-        yield left[index], (answer.text, len(answer.token_ids))
+        asked[number] = {"messages": prompts[number]}, params
+    for number, answer in answered(llm, asked, doing):
+        yield number, (answer.text, len(answer.token_ids))

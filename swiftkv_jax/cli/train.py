@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None, join: Callable[[bool | None], object] | 
 def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None) -> int:
     if bool(args.topology) != args.compile_only:
         raise UsageError("--compile-only and --topology go together")
+    from swiftkv_jax.cli.answering import of_weights
     from swiftkv_jax.cli.teacher_chats import with_chats
     from swiftkv_jax.common import processes
     from swiftkv_jax.common.progress import show
@@ -90,7 +91,7 @@ def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None)
     say = show if processes.is_first() else lambda _line: None
     began = time.monotonic()
     with processes.among_the_living():
-        result = train(experiment, out, args.resume, say, chosen)
+        result = train(experiment, out, args.resume, say, chosen, of_weights(say))
     if result.signal:
         say(f"saved step {result.step} in {out}; continue with --resume --out {out}")
         return 130 if result.signal == 2 else 0

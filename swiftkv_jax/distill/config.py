@@ -269,6 +269,7 @@ class Experiment(Checked):
         most that length, in rows of `evaluation.seq_len` tokens. Metrics are then named "2048/kl". A length
         is left out if no document is longer than the next smaller one. Empty: one evaluation, of the rows as
         `evaluation` makes them.
+      answers: most held-out prompts that student and teacher answer at the end, greedily; 0: none.
     """
 
     name: str
@@ -294,6 +295,7 @@ class Experiment(Checked):
     evaluate_every: Natural = 0
     evaluation_batches: Natural = 8
     eval_lengths: Annotated[tuple[int, ...], every()] = ()
+    answers: Natural = 16
     checkpoint_every: Natural = 200
     keep_checkpoints: Count = 3
     trackers: Annotated[tuple[str, ...], every(one_of(*TRACKERS))] = ()

@@ -27,6 +27,7 @@ from swiftkv_jax.common.progress import Say, show, working
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
 from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.answers import Ask, Compared, to_held_out
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, resolved
 from swiftkv_jax.distill.data.loader import Batch, DataLoader, evaluation_batches, longest_piece
 from swiftkv_jax.distill.progress import Progress
@@ -41,12 +42,13 @@ class TrainingError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of a run. `signal` is the one that ended it early, or 0."""
+    """The outcome of a run; `answers` to held-out prompts. `signal` is the one that ended it early, or 0."""
 
     step: int
     evaluation: dict[str, float]
     export: Place | None
     signal: int = 0
+    answers: Compared | None = None
 
 
 def train(
@@ -55,6 +57,7 @@ def train(
     resume: bool = False,
     say: Say = show,
     chosen: tuple[AttentionConfig, str] | None = None,
+    ask: Ask | None = None,
 ) -> Result:
     """Run an experiment to its end, or to a signal; `out`, which may be in a bucket, gets config.json,
     metrics, checkpoints and the export.
@@ -63,13 +66,14 @@ def train(
 
     Args:
       chosen: the result of `kernels.choose`, if the caller has asked JAX for its devices before.
+      ask: what answers held-out prompts at the end; None: nothing.
 
     Raises:
       UsageError: bad input, found before the first step. An error in one process is raised in all.
       TrainingError: the loss is not finite, or a checkpoint could not be written.
     """
     with opened(experiment, out, resume, say, chosen) as run:
-        return run.go()
+        return run.go(ask)
 
 
 @contextmanager
@@ -195,8 +199,12 @@ class Run:
         self.compiled.add(what)
         return True
 
-    def go(self) -> Result:
-        """Step until the end or a signal; every metric is read one step late, so the device never waits."""
+    def go(self, ask: Ask | None = None) -> Result:
+        """Step until the end or a signal; every metric is read one step late, so the device never waits.
+
+        Args:
+          ask: as in `train`.
+        """
         e = self.experiment
         trained = weights.count(self.state.trainable)
         total = trained + weights.count(self.frozen.student)
@@ -214,7 +222,7 @@ class Run:
         caught = [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGINT, signal.SIGTERM]
         handlers = {s: signal.signal(s, self._catch) for s in caught}
         try:
-            return self._loop()
+            return self._loop(ask)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -239,7 +247,7 @@ class Run:
         took = f"on {tokens:,} tokens{repeated} in {time.monotonic() - began:.0f} s"
         self.say(f"keys and values fitted to the teacher's by least squares {took}")
 
-    def _loop(self) -> Result:
+    def _loop(self, ask: Ask | None) -> Result:
         e, done = self.experiment, int(self.state.step)
         evaluation, pending, began, first, ended_by = {}, None, time.monotonic(), done, 0
         try:
@@ -287,8 +295,11 @@ class Run:
         self.export(self.out / "export")
         if self.first:
             model, device = self.recipe.student, f"{self.mesh.size} x {jax.devices()[0].device_kind}"
-            report.write(self.out, e, model, evaluation, device, self.folder, self.longest)
-        return Result(done, evaluation, self.home.place / "export")
+            found = self.answers(ask) if ask else None
+            if found is not None:
+                self.progress.answers(done, found)
+            report.write(self.out, e, model, evaluation, device, self.folder, self.longest, found)
+        return Result(done, evaluation, self.home.place / "export", answers=found)
 
     def _stops(self, done: int) -> bool:
         """Whether all of several processes stop after step `done`, as one of them cannot go on."""
@@ -384,6 +395,24 @@ class Run:
             sums = (run(self._place(batch)) for batch in doing.counted(batches))
             rows = [multihost_utils.process_allgather(each, tiled=True) for each in sums]
         return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
+
+    def answers(self, ask: Ask) -> Compared | None:
+        """The student's answers to held-out prompts beside its teacher's; None without such prompts, or where
+        the engine fails."""
+        e, folder = self.experiment, self.folder
+        if not (folder and e.evaluation and e.answers and self.recipe.has_teacher):
+            return None
+        params = steps.merge(self.state.trainable, self.frozen.student)
+        try:
+            if self.several:
+                raise UsageError("several processes")
+            return to_held_out(
+                ask, self.recipe.student, params, folder, self.tokenizer, e.evaluation, e.answers
+            )
+        except (UsageError, jax.errors.JaxRuntimeError) as error:  # too little memory beside the run, say
+            why = first_line(error)
+            self.say(f"no answers ({why}): swiftkv eval EXPORT --against MODEL compares them later")
+            return None
 
     def _place(self, batch: Batch) -> Batch:
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)

@@ -12,6 +12,7 @@ from swiftkv_jax.common.errors import explained
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.distill.answers import Compared
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.version import __version__
 
@@ -27,15 +28,15 @@ def metrics_of(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     with explained(f"read {path}"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    rows: dict[tuple[int, bool], dict] = {}
+    rows: dict[tuple[int, str], dict] = {}
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:  # a kill cut it short
             continue
-        evaluated = any(name.startswith("eval/") for name in row)
-        rows.pop((row["step"], evaluated), None)
-        rows[row["step"], evaluated] = row
+        kind = next((kind for kind in ("eval/", "answers/") if any(n.startswith(kind) for n in row)), "")
+        rows.pop((row["step"], kind), None)
+        rows[row["step"], kind] = row
     return sorted(rows.values(), key=lambda row: row["step"])
 
 
@@ -96,6 +97,7 @@ def page(
     evaluation: dict[str, float],
     device: str,
     longest: Mapping[int, int] = MappingProxyType({}),
+    answers: Compared | None = None,
 ) -> str:
     """The report of a finished run, in Markdown; `rows` as `metrics_of` gives them, the device by name."""
     e, steps = experiment, [row for row in rows if "loss" in row]
@@ -113,6 +115,7 @@ def page(
         facts.insert(-1, ("loss", f"{steps[0]['loss']:.4f} at first, {steps[-1]['loss']:.4f} at last"))
     lines = [f"# {e.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
     lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation, longest)]
+    lines += ["", *answers.page(pairs=True)] if answers else []
     lines += ["", "![loss by step](loss.png)", "", "## Use", "", "    swiftkv serve export --http", ""]
     lines += ["config.json has every setting, metrics.jsonl every step."]
     return "\n".join(lines) + "\n"
@@ -124,6 +127,7 @@ def card(
     evaluation: dict[str, float],
     license: str | None,
     longest: Mapping[int, int] = MappingProxyType({}),
+    answers: Compared | None = None,
 ) -> str:
     """The README.md of an export: a model card as the Hugging Face hub reads it."""
     from huggingface_hub import ModelCardData
@@ -145,6 +149,7 @@ def card(
         lines += [f"A {_METHODS[kind]} student of {teacher}, made with {LIBRARY} {__version__}.", ""]
     lines += [f"* {name}: {value}" for name, value in about(model, e.data.seq_len)]
     lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation, longest), ""]
+    lines += [*answers.page(), ""] if answers else []
     lines += ["## Use", "", f"    pip install {LIBRARY}[serve]", "    swiftkv serve DIR --http", ""]
     if kind == "swiftkv":
         lines += [
@@ -176,13 +181,14 @@ def write(
     device: str,
     teacher: Path | None,
     longest: Mapping[int, int] = MappingProxyType({}),
+    answers: Compared | None = None,
 ) -> None:
     """Write loss.png and report.md into a run's folder, and README.md into its export; `longest` as in
     `quality`."""
     with explained(f"write to {run}"):
         rows = metrics_of(run)
         plots.training(rows, run / "loss.png")
-        text = page(experiment, model, rows, evaluation, device, longest)
+        text = page(experiment, model, rows, evaluation, device, longest, answers)
         (run / "report.md").write_text(text, encoding="utf-8")
-        text = card(experiment, model, evaluation, license_of(teacher), longest)
+        text = card(experiment, model, evaluation, license_of(teacher), longest, answers)
         (run / "export" / "README.md").write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from swiftkv_jax.distill.config import Experiment, resolved
 
 _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
     "log_every evaluate_every checkpoint_every keep_checkpoints trackers mesh attention evaluation "
-    "evaluation_batches eval_lengths plan.init_tokens predict.init_tokens "  # the start is past
+    "evaluation_batches eval_lengths answers plan.init_tokens predict.init_tokens "  # the start is past
     "data.skip_bad_lines"  # rows that are broken when they are met give no tokens
 ).split()
 

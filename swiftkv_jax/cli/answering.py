@@ -1,0 +1,110 @@
+"""Many answers of the engine: to prompts as they finish, and of a student beside its teacher."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+
+from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.progress import Doing, Say, show, working
+from swiftkv_jax.core.shapes import PyTree
+from swiftkv_jax.distill.answers import Answers
+from swiftkv_jax.distill.start import Student
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import CompletionOutput, SamplingParams
+from swiftkv_jax.engine.validate import mesh_of
+from swiftkv_jax.text.tokenizer import Tokenizer
+
+Number = TypeVar("Number")
+LANES = 64  # prompts that are answered at a time
+
+
+def answered(
+    llm: LLM, asked: Mapping[Number, tuple[dict, SamplingParams]], doing: Doing
+) -> Iterator[tuple[Number, CompletionOutput]]:
+    """(number, answer) of prompts by any number, in any form that `LLM.request` takes, as they are finished.
+
+    Raises:
+      UsageError: a prompt is invalid, or the model fails on it.
+    """
+    numbers = list(asked)
+    requests = [llm.request(*pair, f"prompt {number}") for number, pair in asked.items()]
+    began, tokens = time.monotonic(), 0
+    for done, (index, output) in enumerate(llm.run(requests), 1):
+        answer = output.outputs[0]
+        if answer.finish_reason == "error":
+            raise UsageError(f"prompt {numbers[index]}: {answer.error}")
+        tokens += len(answer.token_ids)
+        doing.place = far(done, len(numbers), tokens, began)
+        yield numbers[index], answer
+
+
+def far(done: int, of: int, tokens: int, began: float) -> str:
+    """How far work is that began at a time of the monotonic clock: for `Doing.place`."""
+    seconds = time.monotonic() - began
+    left = seconds / done * (of - done)
+    return f"{done:,} of {of:,}, {tokens / seconds:,.0f} tokens/s, {left:.0f} s left, "
+
+
+def beside(
+    student: Callable[[], LLM],
+    teacher: Callable[[], LLM],
+    prompts: Sequence[list[int]],
+    tokens: int,
+    say: Say = show,
+) -> tuple[Answers, Answers]:
+    """(The teacher's, the student's) greedy answers to prompts as ids, of at most `tokens` tokens.
+
+    The student is freed before the teacher is made.
+    """
+    greedy = SamplingParams(max_tokens=tokens, temperature=0.0)
+    requests = {number: ({"prompt_token_ids": ids}, greedy) for number, ids in enumerate(prompts)}
+
+    def answers(llm: LLM, who: str) -> list[CompletionOutput]:
+        with working(say, f"the {who} answers {len(prompts):,} prompts") as doing:
+            outputs = dict(answered(llm, requests, doing))
+        return [outputs[number] for number in requests]
+
+    its = answers(student(), "student")
+    llm = teacher()
+    both = answers(llm, "teacher"), its
+    with working(say, "the teacher reads both") as doing:
+        pairs = [(prompts[i], output) for outputs in both for i, output in enumerate(outputs)]
+        rows = [
+            (list(o.token_ids), o.text, -likelihood(llm, [*ids, *o.token_ids], len(ids)) / len(o.token_ids))
+            for ids, o in doing.counted(pairs)
+        ]
+    count = len(prompts)
+    return Answers(*map(list, zip(*rows[:count], strict=True))), Answers(
+        *map(list, zip(*rows[count:], strict=True))
+    )
+
+
+def likelihood(llm: LLM, ids: Sequence[int], given: int) -> float:
+    """The log likelihood, in nats, of the ids after the first `given`."""
+    scored = zip(ids[given:], llm.score(ids)[given:], strict=True)
+    return sum(entry[token].logprob for token, entry in scored if entry)
+
+
+def of_weights(say: Say = show):
+    """The `distill.answers.Ask` that runs the engine on a student's weights, where they are."""
+
+    def ask(student: Student, params: PyTree, teacher: Path, tokenizer: Tokenizer, prompts, tokens: int):
+        sizes = {
+            "max_model_len": max(map(len, prompts)) + tokens,
+            "max_num_seqs": min(LANES, len(prompts)),
+            "mesh": mesh_of(params),
+            "tokenizer": tokenizer,
+        }
+        generation = read_generation_config(teacher)
+        own = jax.tree.map(lambda leaf: leaf.astype(student.dtype), params)  # trained weights are float32
+
+        def made() -> LLM:
+            return LLM.from_model(student, own, generation=generation, **sizes)
+
+        return beside(made, lambda: LLM(teacher, dtype=student.dtype, **sizes), prompts, tokens, say)
+
+    return ask

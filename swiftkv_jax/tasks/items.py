@@ -1,0 +1,141 @@
+"""The tasks: the files of their items, what a model is asked, and what its answer scores."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.distill.data import files
+from swiftkv_jax.tasks import ifeval
+
+# measure -> (points, the most there are); several where an item has several instructions.
+Scores = dict[str, tuple[int, int]]
+_NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
+_WITHOUT = re.compile(r".*#### |,|\$|\.$", re.DOTALL)
+_ENDINGS = 4
+
+
+class Scored(NamedTuple):
+    """A text, and endings of which the model's likeliest one is its answer."""
+
+    context: str
+    endings: list[str]
+
+
+class Task(NamedTuple):
+    """One evaluation.
+
+    Attributes:
+      names: what its file may be called, before the suffix. published: where it is to be had.
+      asked: an item -> the user's turn, or what is scored.
+      scores: (item, answer as text, or the log likelihood of each ending) -> points.
+      needs: fields of an item. stop: texts that end an answer. takes: whether an item can be scored.
+    """
+
+    names: tuple[str, ...]
+    published: str
+    asked: Callable[[dict], str | Scored]
+    scores: Callable[[dict, Any], Scores]
+    needs: tuple[str, ...]
+    stop: tuple[str, ...] = ()
+    takes: Callable[[dict], bool] = lambda item: True
+
+
+def items_of(name: str, folder: Path) -> list[dict]:
+    """The items of a task, from its file in a folder.
+
+    Raises:
+      UsageError: there is no such file, or an item lacks a field.
+    """
+    task, present = TASKS[name], sorted(folder.iterdir()) if folder.is_dir() else []
+    path = next(
+        (p for n in task.names for p in present if p.name.split(".")[0] == n and files.kind_of(p)), None
+    )
+    if path is None:
+        wanted = f"{folder / task.names[0]}.jsonl (or {', '.join(task.names[1:])})"
+        raise UsageError(f"{name} needs {wanted}; it is published in {task.published}")
+    kind, bad = files.kind_of(path), []
+    if kind in files.TEXT_SUFFIXES:
+        lines = "".join(text for _, text in files.texts(path, path.name, bad)).splitlines()
+        blocks = [lines[at : at + _ENDINGS + 2] for at in range(0, len(lines), _ENDINGS + 2)]
+        made = [
+            dict(zip(("ctx", "label", "endings"), (b[0], b[1], b[2:]), strict=True)) for b in blocks if b[1:]
+        ]
+        items = list(enumerate(made, 1))
+    else:
+        items = list(files.rows(path, str(kind), bad))
+    for number, item in items:
+        lacks = [field for field in task.needs if not isinstance(item, Mapping) or item.get(field) is None]
+        if lacks:
+            bad.append(f"{path}, item {number}: no {', '.join(lacks)}")
+    if bad or not items:
+        raise UsageError(f"{name} cannot be read: {'; '.join(bad[:3]) or f'{path} is empty'}")
+    return [dict(item) for _, item in items]
+
+
+def _ifeval(item: dict, answer: str) -> Scores:
+    found = {}
+    for how, loose in (("strict", False), ("loose", True)):
+        right = ifeval.followed(answer, item["instruction_id_list"], item["kwargs"], loose)
+        found |= {f"prompt {how}": (int(all(right)), 1), f"instruction {how}": (sum(right), len(right))}
+    return found
+
+
+def number_of(text: str) -> str:
+    """The last number in a text, without marks of thousands and of currency; "" without one."""
+    numbers = _NUMBER.findall(text)
+    return _WITHOUT.sub("", numbers[-1]) if numbers else ""
+
+
+def _gsm8k(item: dict, answer: str) -> Scores:
+    return {"exact match": (int(number_of(answer) == _WITHOUT.sub("", item["answer"])), 1)}
+
+
+def _plain(text: str) -> str:
+    """A text of HellaSwag without the marks of its sources."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _hellaswag(item: dict) -> Scored:
+    text = item["ctx"]
+    if "activity_label" in item:
+        text = f"{item['activity_label']}: {item['ctx_a']} {item['ctx_b'].capitalize()}"
+    return Scored(_plain(text), [_plain(ending) for ending in item["endings"]])
+
+
+def _likeliest(item: dict, answer: list[float]) -> Scores:
+    endings = _hellaswag(item).endings
+    by_length = [value / len(ending) for value, ending in zip(answer, endings, strict=True)]
+    found = {"acc": answer, "acc_norm": by_length}
+    return {
+        name: (int(max(range(len(v)), key=v.__getitem__) == int(item["label"])), 1)
+        for name, v in found.items()
+    }
+
+
+TASKS = {
+    "ifeval": Task(
+        ("ifeval", "ifeval_input_data", "input_data"),
+        "google-research/instruction_following_eval/data/input_data.jsonl, or hf://google/IFEval",
+        lambda item: item["prompt"],
+        _ifeval,
+        ("prompt", "instruction_id_list", "kwargs"),
+        takes=lambda item: ifeval.checkable(item["instruction_id_list"], item["kwargs"]),
+    ),
+    "gsm8k": Task(
+        ("gsm8k_test", "test"),
+        "openai/grade-school-math/grade_school_math/data/test.jsonl, or hf://openai/gsm8k",
+        lambda item: f"Q: {item['question']}\nA: Let's think step by step.",
+        _gsm8k,
+        ("question", "answer"),
+        stop=("Q:",),
+    ),
+    "hellaswag": Task(
+        ("hellaswag_val", "hellaswag_val_full"),
+        "rowanz/hellaswag/data/hellaswag_val.jsonl, or hf://Rowan/hellaswag",
+        _hellaswag,
+        _likeliest,
+        ("ctx", "label", "endings"),
+    ),
+}
