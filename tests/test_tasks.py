@@ -1,5 +1,5 @@
-"""`swiftkv eval MODEL --tasks ... --files DIR`: every checker on both sides of its law, files, scores, and runs of
-a small model: HellaSwag by transformers' logits, and what a stopped run goes on from."""
+"""`swiftkv eval MODEL --tasks ... --files DIR`: every checker on both sides of its law, files, scores, runs
+of a small model: HellaSwag by transformers' logits, and what a stopped run goes on from."""
 
 # ruff: noqa: RUF001 (letters of other scripts)
 

@@ -6,6 +6,7 @@ Both answer the same prompts greedily, by an engine that is handed in.
 
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,10 +89,10 @@ class Compared(NamedTuple):
         lines = (f"    {line}".rstrip() for line in self.report(pairs).splitlines())
         return ["## Answers to held-out prompts, beside the teacher's", "", *lines]
 
-    def numbers(self) -> dict[str, float]:
-        """Shares of equal beginnings, and the student's figures less the teacher's, as metrics."""
-        equal = {f"answers/equal_{n}": share for n, (share, _) in self.equal.items()}
-        return equal | {f"answers/{name}": pair.difference for name, pair in self.figures.items()}
+    def as_json(self) -> str:
+        """All of it, figures by name."""
+        figures = {name: pair._asdict() for name, pair in self.figures.items()}
+        return json.dumps({"equal": self.equal, "figures": figures, "pairs": self.pairs}, indent=2)
 
 
 def mean(values: Numbers, weights: Numbers | None = None) -> tuple[float, float]:

@@ -297,7 +297,7 @@ class Run:
             model, device = self.recipe.student, f"{self.mesh.size} x {jax.devices()[0].device_kind}"
             found = self.answers(ask) if ask else None
             if found is not None:
-                self.progress.answers(done, found)
+                self.say(found.report())
             report.write(self.out, e, model, evaluation, device, self.folder, self.longest, found)
         return Result(done, evaluation, self.home.place / "export", answers=found)
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from swiftkv_jax.common.progress import Say, pause, show, ticking
-from swiftkv_jax.distill.answers import Compared
 from swiftkv_jax.distill.trackers import Tracker
 
 
@@ -77,11 +76,6 @@ class Progress:
         for length, figures in lines.items():
             prefix = f"at {length:>5s} tokens  " if length else ""
             self.say(f"eval {step}  {prefix}" + "  ".join(figures), keep=True)
-
-    def answers(self, step: int, found: Compared) -> None:
-        """Record answers to held-out prompts."""
-        self._write({"step": step, **found.numbers()})
-        self.say(found.report(), keep=True)
 
     def say(self, line: str, keep: bool = False) -> None:
         """Print a line; on a terminal the next one replaces it unless `keep`."""

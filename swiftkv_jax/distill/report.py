@@ -28,15 +28,15 @@ def metrics_of(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     with explained(f"read {path}"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    rows: dict[tuple[int, str], dict] = {}
+    rows: dict[tuple[int, bool], dict] = {}
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:  # a kill cut it short
             continue
-        kind = next((kind for kind in ("eval/", "answers/") if any(n.startswith(kind) for n in row)), "")
-        rows.pop((row["step"], kind), None)
-        rows[row["step"], kind] = row
+        evaluated = any(name.startswith("eval/") for name in row)
+        rows.pop((row["step"], evaluated), None)
+        rows[row["step"], evaluated] = row
     return sorted(rows.values(), key=lambda row: row["step"])
 
 
@@ -183,12 +183,14 @@ def write(
     longest: Mapping[int, int] = MappingProxyType({}),
     answers: Compared | None = None,
 ) -> None:
-    """Write loss.png and report.md into a run's folder, and README.md into its export; `longest` as in
-    `quality`."""
+    """Write loss.png, report.md and answers.json into a run's folder, README.md into its export; `longest` as
+    in `quality`."""
     with explained(f"write to {run}"):
         rows = metrics_of(run)
         plots.training(rows, run / "loss.png")
         text = page(experiment, model, rows, evaluation, device, longest, answers)
         (run / "report.md").write_text(text, encoding="utf-8")
+        if answers:
+            (run / "answers.json").write_text(answers.as_json(), encoding="utf-8")
         text = card(experiment, model, evaluation, license_of(teacher), longest, answers)
         (run / "export" / "README.md").write_text(text, encoding="utf-8")

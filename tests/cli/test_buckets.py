@@ -27,7 +27,7 @@ from swiftkv_jax.distill.data.loader import DataConfig
 config = Experiment(
     name="small", model={model!r}, plan=PlanConfig(split=2, init="fold"),
     data=DataConfig(sources=({source!r},), seq_len=16, batch_size=2),
-    evaluation=DataConfig(sources=({source!r},), seq_len=16, batch_size=2), evaluation_batches=1,
+    evaluation=DataConfig(sources=({source!r},), seq_len=16, batch_size=2), evaluation_batches=1, answers=0,
     dtype="float32", export_dtype="float32", steps=8, remat=False, checkpoint_every=3,
 )
 """

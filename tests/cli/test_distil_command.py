@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ROOT / "swiftkv_jax" / "configs" / "architectures"
 CPU, SLICE = Machine(platform="cpu", devices=1), Machine(platform="tpu", devices=16)
 FEWER = ["--set", "plan.init_tokens=400", "--set", "evaluation_batches=1", "--set", "log_every=1"]
+FEWER += ["--set", "answers=0"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def test_one_distil_command_makes_a_student(teacher, tmp_path):
 def test_auto_uses_the_reported_split_and_a_resumed_run_keeps_it(teacher, tmp_path, capsys):
     data, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "run"
     words = [str(teacher), "--data", data, "--out", str(out), "--steps", "1", "--length", "24", *FEWER]
-    assert distil.main(words) == 0
+    words += ["--set", "answers=2"]
+    assert distil.main(words) == 0 and "2 prompts, greedy" in (out / "report.md").read_text()
     split = json.loads((out / "config.json").read_text())["plan"]["split"]
     assert f"split {split}: " in capsys.readouterr().out and split in (2, 3)
     assert distil.main([*words, "--resume"]) == 0

@@ -38,7 +38,7 @@ config = Experiment(
     evaluation=DataConfig(sources=({data!r},), seq_len=24, batch_size=2), evaluation_batches=2,
     eval_lengths=(8, 24),
     optimizer=OptimizerConfig(learning_rate=1e-2), dtype="float32", export_dtype="float32",
-    steps={steps}, remat=False, log_every=10, checkpoint_every=4, evaluate_every=16,
+    steps={steps}, remat=False, log_every=10, checkpoint_every=4, evaluate_every=16, answers=0,
 )
 """
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 FEW = (
     "steps=3 log_every=1 checkpoint_every=2 plan.init_tokens=2048 evaluation_batches=1 eval_lengths=(64,256) "
 )
-FEW += "data.piece_lengths=(64,256) data.seq_len=256 evaluation.seq_len=256"
+FEW += "answers=0 data.piece_lengths=(64,256) data.seq_len=256 evaluation.seq_len=256"
 
 
 def start(cache: Path, out: Path, *flags: str) -> tuple[list[int], str]:
