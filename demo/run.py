@@ -30,6 +30,7 @@ from benchmarks import latency  # noqa: E402
 from benchmarks.papers import plots  # noqa: E402
 from benchmarks.papers.compare import __main__ as compare  # noqa: E402
 from benchmarks.papers.compare.evaluation import Point  # noqa: E402
+from swiftkv_jax.cli.answering import ask  # noqa: E402
 from swiftkv_jax.common.errors import exit_code  # noqa: E402
 from swiftkv_jax.common.progress import show, working  # noqa: E402
 from swiftkv_jax.core.cache import Cache  # noqa: E402
@@ -60,7 +61,7 @@ def distil(experiment: Experiment, out: Path) -> dict:
     least-squares start) and after training, and the folder of its export."""
     with loop.opened(experiment, out) as run:
         before = run.row_sums()
-        result = run.go()
+        result = run.go(ask)
         if result.signal:
             raise KeyboardInterrupt
         return {"before": before, "after": run.row_sums(), "export": result.export, "steps": result.step}

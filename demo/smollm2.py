@@ -27,6 +27,7 @@ import jax  # noqa: E402
 
 from benchmarks import latency  # noqa: E402
 from demo.run import aligned, bytes_per_token  # noqa: E402
+from swiftkv_jax.cli.answering import ask  # noqa: E402
 from swiftkv_jax.cli.convert import costs  # noqa: E402
 from swiftkv_jax.cli.teacher_chats import sources_with_chats  # noqa: E402
 from swiftkv_jax.common.errors import UsageError, exit_code  # noqa: E402
@@ -176,7 +177,7 @@ def convert(change, out: Path) -> tuple[dict, Path]:
                 continue
             found[name]["least_squares_long"] = long_rows(run)
             print(f"\n== {name}: distil, {e.steps} steps", flush=True)
-            began, result = time.monotonic(), run.go()
+            began, result = time.monotonic(), run.go(ask)
             if result.signal:
                 raise KeyboardInterrupt
             found[name] |= {

@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cli.answering import of_weights
+from swiftkv_jax.cli.answering import ask
 from swiftkv_jax.cli.answers import main
 from swiftkv_jax.cli.convert import convert
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill import answers
 from swiftkv_jax.distill.answers import Answers, compared
 from swiftkv_jax.distill.config import Experiment, PlanConfig
@@ -112,9 +114,8 @@ def test_figures_of_answers_written_by_hand():
 
 
 @pytest.mark.slow
-def test_a_run_answers_held_out_prompts_as_its_export_does(tmp_path, monkeypatch):
-    """Chats by their template up to the user's last turn, documents by their beginnings; in the report too. A
-    run that asks for none makes no engine."""
+def test_a_run_answers_held_out_prompts_as_its_export_does(tmp_path):
+    """Chats by their template up to the user's last turn, documents by their beginnings; in the report too."""
     path = tmp_path / "data.jsonl"
     rows = [{"text": f"{number} {TEXT}"} for number in range(4)] + [ROWS[1]] * 3
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,7 +124,7 @@ def test_a_run_answers_held_out_prompts_as_its_export_does(tmp_path, monkeypatch
     e = Experiment(name="x", model=str(TEACHER), plan=plan, data=data, evaluation=data, dtype="float32")
     e = dataclasses.replace(e, steps=1, evaluation_batches=1, answers=7, export_dtype="float32")
     out, said = tmp_path / "run", []
-    found = train(e, out, say=said.append, ask=of_weights(said.append)).answers
+    found = train(e, out, say=said.append, ask=partial(ask, say=said.append)).answers
     assert found is not None and found.equal[16][0] < 1 and found.report() in said
     tokenizer, served = load_tokenizer(TEACHER), skv.LLM(out / "export", dtype="float32")
     greedy = skv.SamplingParams(temperature=0.0, max_tokens=24)
@@ -133,16 +134,23 @@ def test_a_run_answers_held_out_prompts_as_its_export_does(tmp_path, monkeypatch
         assert pair["prompt"] == tokenizer.decode(ids)
         assert pair["student"] == served.generate({"prompt_token_ids": ids}, greedy)[0].outputs[0].text
     assert found.figures["teacher's nats per token"].difference > 0
-    assert all(
-        "| first 24 tokens equal |" in (out / name).read_text() for name in ("report.md", "export/README.md")
-    )
+    last = found.report().splitlines()[-1]
+    assert all(last in (out / name).read_text() for name in ("report.md", "export/README.md"))
     assert json.loads((out / "answers.json").read_text())["pairs"] == found.pairs
 
-    def no_engine(*_args):
-        raise AssertionError
 
-    again = train(dataclasses.replace(e, answers=0), tmp_path / "other", say=said.append, ask=no_engine)
-    assert again.answers is None
+def test_an_engine_that_fails_is_one_line_and_without_prompts_there_is_none(tmp_path):
+    path, said = tmp_path / "data.jsonl", []
+    path.write_text(json.dumps({"text": TEXT}) + "\n")
+    data, tokenizer = DataConfig(sources=(str(path),), seq_len=48, batch_size=1), load_tokenizer(TEACHER)
+
+    def fails(*_args):
+        raise UsageError("no room for pages")
+
+    made = skv.Transformer(skv.ModelConfig.from_hf(TEACHER), skv.KVPlan.standard(8)), {}, TEACHER, tokenizer
+    assert answers.to_held_out(fails, *made, data, 2, said.append) is None
+    assert len(said) == 1 and "no room for pages" in said[0]
+    assert answers.to_held_out(fails, *made, data, 0, said.append) is None and len(said) == 1
 
 
 def test_held_out_prompts_come_from_all_documents_and_leave_room(tmp_path):

@@ -225,6 +225,10 @@ def test_published_forms_of_a_file_are_read_alike(data, tmp_path):
     assert TASKS["gsm8k"].scores(items_of("gsm8k", data)[0], "So $2.00, or 2.") == {"exact match": (1, 1)}
     with pytest.raises(UsageError, match=r"item 1: no answer"):
         items_of("gsm8k", written(tmp_path / "broken", "gsm8k_test.jsonl", [{"question": "x"}]))
+    lines = (data / "hellaswag_val_full.txt").read_text().split("\n")
+    (data / "hellaswag_val_full.txt").write_text("\n".join(lines[1:]))
+    with pytest.raises(UsageError, match=r"item 1: no index"):
+        items_of("hellaswag", data)
 
 
 @pytest.mark.parametrize(

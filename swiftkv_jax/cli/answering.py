@@ -89,22 +89,24 @@ def likelihood(llm: LLM, ids: Sequence[int], given: int) -> float:
     return sum(entry[token].logprob for token, entry in scored if entry)
 
 
-def of_weights(say: Say = show):
-    """The `distill.answers.Ask` that runs the engine on a student's weights, where they are."""
-
-    def ask(student: Student, params: PyTree, teacher: Path, tokenizer: Tokenizer, prompts, tokens: int):
-        sizes = {
-            "max_model_len": max(map(len, prompts)) + tokens,
-            "max_num_seqs": min(LANES, len(prompts)),
-            "mesh": mesh_of(params),
-            "tokenizer": tokenizer,
-        }
-        generation = read_generation_config(teacher)
-        own = jax.tree.map(lambda leaf: leaf.astype(student.dtype), params)  # trained weights are float32
-
-        def made() -> LLM:
-            return LLM.from_model(student, own, generation=generation, **sizes)
-
-        return beside(made, lambda: LLM(teacher, dtype=student.dtype, **sizes), prompts, tokens, say)
-
-    return ask
+def ask(
+    student: Student,
+    params: PyTree,
+    teacher: Path,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    say: Say = show,
+) -> tuple[Answers, Answers]:
+    """A `distill.answers.Ask`: the engine runs on a student's weights, on the devices where they are."""
+    sizes = {"max_model_len": max(map(len, prompts)) + tokens, "max_num_seqs": min(LANES, len(prompts))}
+    parts = {"mesh": mesh_of(params), "tokenizer": tokenizer}
+    generation, dtype = read_generation_config(teacher), student.dtype
+    own = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # trained weights are float32
+    return beside(
+        lambda: LLM.from_model(student, own, generation=generation, **sizes, **parts),
+        lambda: LLM(teacher, dtype=dtype, **sizes, **parts),
+        prompts,
+        tokens,
+        say,
+    )

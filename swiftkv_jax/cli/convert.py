@@ -14,13 +14,14 @@ import shlex
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from swiftkv_jax.checkpoint.hf import local_folder, read_model
-from swiftkv_jax.cli.answering import of_weights
+from swiftkv_jax.cli.answering import ask
 from swiftkv_jax.cli.untrained import ROWS, SHARE, apart, costs, opened
 from swiftkv_jax.common.bucket import Home, Place, path_or_url
 from swiftkv_jax.common.checks import integer
@@ -177,14 +178,11 @@ def convert(
             longest = longest_piece(trial.held_out)
             if longest < length:
                 say(f"the longest held-out document has {longest:,} tokens, fewer than --length {length:,}")
-            made, found = student.recipe.student, None
-            if answers:
-                ask, own = of_weights(say), (made, student.params, folder, tokenizer)
-                found = to_held_out(ask, *own, evaluation, answers)
-            if found is not None:
-                say(found.report())
+            made = student.recipe.student
             with working(say, f"exporting to {home.here}"):
                 start.export(home.here, made, student.params, config.dtype, folder, tokenizer.folder)
+            own = made, student.params, folder, tokenizer
+            found = to_held_out(partial(ask, say=say), *own, evaluation, answers, say)
         named = dataclasses.replace(experiment, name=home.here.name, model=model)
         with explained(f"write to {out}"):
             shown = {

@@ -14,7 +14,7 @@ import jax
 
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.cli import untrained
-from swiftkv_jax.cli.answering import of_weights
+from swiftkv_jax.cli.answering import ask
 from swiftkv_jax.cli.convert import serving
 from swiftkv_jax.cli.plan import config_of
 from swiftkv_jax.cli.teacher_chats import sources_with_chats
@@ -152,7 +152,7 @@ def _run(args: argparse.Namespace) -> int:
         rule = f"the earliest from half depth on with a KL of at most {untrained.MOST_KL}, or the best"
         show(f"split {split}: {rule}")
     made = experiment(data, held_out, split, steps)
-    result = train(made, home, args.resume, chosen=chosen, ask=of_weights())
+    result = train(made, home, args.resume, chosen=chosen, ask=ask)
     if result.signal:
         show(f"saved step {result.step} in {out}; the same command with --resume continues")
         return 130 if result.signal == 2 else 0

@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from swiftkv_jax.common.bucket import at, path_or_url
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None, join: Callable[[bool | None], object] | 
 def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None) -> int:
     if bool(args.topology) != args.compile_only:
         raise UsageError("--compile-only and --topology go together")
-    from swiftkv_jax.cli.answering import of_weights
+    from swiftkv_jax.cli.answering import ask
     from swiftkv_jax.cli.teacher_chats import with_chats
     from swiftkv_jax.common import processes
     from swiftkv_jax.common.progress import show
@@ -91,7 +92,7 @@ def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None)
     say = show if processes.is_first() else lambda _line: None
     began = time.monotonic()
     with processes.among_the_living():
-        result = train(experiment, out, args.resume, say, chosen, of_weights(say))
+        result = train(experiment, out, args.resume, say, chosen, partial(ask, say=say))
     if result.signal:
         say(f"saved step {result.step} in {out}; continue with --resume --out {out}")
         return 130 if result.signal == 2 else 0

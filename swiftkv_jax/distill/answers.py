@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.errors import UsageError, first_line
+from swiftkv_jax.common.progress import Say
 from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.data.samples import Samples
@@ -168,14 +170,25 @@ def to_held_out(
     tokenizer: Tokenizer,
     data: DataConfig,
     count: int,
+    say: Say,
 ) -> Compared | None:
-    """Both models' answers to at most `count` prompts of `data`; None if no document gives a prompt.
+    """Both models' answers to at most `count` prompts of `data`, reported; None without any, or where the
+    engine fails.
 
     Args:
       teacher: its folder. data: held-out documents; prompt and answer together are no longer than its rows.
     """
     tokens = min(TOKENS, data.seq_len // 2)
-    if not (prompts := held_out(data, tokenizer, count, tokens)):
+    prompts = held_out(data, tokenizer, count, tokens) if count else []
+    try:
+        if not prompts:
+            return None
+        if jax.process_count() > 1:
+            raise UsageError("there are several processes")
+        both = ask(student, params, teacher, tokenizer, prompts, tokens)
+    except (UsageError, jax.errors.JaxRuntimeError) as error:  # too little memory beside a run, say
+        say(f"no answers, as {first_line(error)}: swiftkv eval STUDENT --against TEACHER compares them later")
         return None
-    own, its = ask(student, params, teacher, tokenizer, prompts, tokens)
-    return compared(own, its, [tokenizer.decode(ids) for ids in prompts], tokens)
+    result = compared(*both, [tokenizer.decode(ids) for ids in prompts], tokens)
+    say(result.report())
+    return result

@@ -293,11 +293,9 @@ class Run:
         if evaluation:
             self.progress.evaluation(done, evaluation)
         self.export(self.out / "export")
+        found = self.answers(ask) if ask else None
         if self.first:
             model, device = self.recipe.student, f"{self.mesh.size} x {jax.devices()[0].device_kind}"
-            found = self.answers(ask) if ask else None
-            if found is not None:
-                self.say(found.report())
             report.write(self.out, e, model, evaluation, device, self.folder, self.longest, found)
         return Result(done, evaluation, self.home.place / "export", answers=found)
 
@@ -397,22 +395,13 @@ class Run:
         return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
 
     def answers(self, ask: Ask) -> Compared | None:
-        """The student's answers to held-out prompts beside its teacher's; None without such prompts, or where
-        the engine fails."""
+        """The student's answers to held-out prompts beside its teacher's, see `to_held_out`."""
         e, folder = self.experiment, self.folder
-        if not (folder and e.evaluation and e.answers and self.recipe.has_teacher):
+        if folder is None or e.evaluation is None or not self.recipe.has_teacher:
             return None
         params = steps.merge(self.state.trainable, self.frozen.student)
-        try:
-            if self.several:
-                raise UsageError("several processes")
-            return to_held_out(
-                ask, self.recipe.student, params, folder, self.tokenizer, e.evaluation, e.answers
-            )
-        except (UsageError, jax.errors.JaxRuntimeError) as error:  # too little memory beside the run, say
-            why = first_line(error)
-            self.say(f"no answers ({why}): swiftkv eval EXPORT --against MODEL compares them later")
-            return None
+        made = self.recipe.student, params, folder, self.tokenizer
+        return to_held_out(ask, *made, e.evaluation, e.answers, self.say)
 
     def _place(self, batch: Batch) -> Batch:
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)

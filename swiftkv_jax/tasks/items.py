@@ -13,7 +13,6 @@ from swiftkv_jax.tasks import ifeval
 Scores = dict[str, tuple[int, int]]
 _NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 _WITHOUT = re.compile(r".*#### |,|\$|\.$", re.DOTALL)
-_ENDINGS = 4
 
 
 class Scored(NamedTuple):
@@ -48,30 +47,28 @@ def items_of(name: str, folder: Path) -> list[dict]:
     Raises:
       UsageError: there is no such file, or an item lacks a field.
     """
-    task, present = TASKS[name], sorted(folder.iterdir()) if folder.is_dir() else []
-    path = next(
-        (p for n in task.names for p in present if p.name.split(".")[0] == n and files.kind_of(p)), None
-    )
+    task, bad = TASKS[name], []
+    lying = {p.name.split(".")[0]: p for p in folder.glob("*") if files.kind_of(p)}
+    path = next((lying[stem] for stem in task.names if stem in lying), None)
     if path is None:
         wanted = f"{folder / task.names[0]}.jsonl (or {', '.join(task.names[1:])})"
         raise UsageError(f"{name} needs {wanted}; it is published in {task.published}")
-    kind, bad = files.kind_of(path), []
+    kind = str(files.kind_of(path))
     if kind in files.TEXT_SUFFIXES:
-        lines = "".join(text for _, text in files.texts(path, path.name, bad)).splitlines()
-        blocks = [lines[at : at + _ENDINGS + 2] for at in range(0, len(lines), _ENDINGS + 2)]
-        made = [
-            dict(zip(("ctx", "label", "endings"), (b[0], b[1], b[2:]), strict=True)) for b in blocks if b[1:]
-        ]
-        items = list(enumerate(made, 1))
+        lines = "".join(text for _, text in files.texts(path, path.name, bad)).split("\n")
+        blocks = zip(*[iter(lines)] * 6, strict=False)
+        rows = enumerate(({"ctx": c, "label": label, "endings": e} for c, label, *e in blocks), 1)
     else:
-        items = list(files.rows(path, str(kind), bad))
-    for number, item in items:
-        lacks = [field for field in task.needs if not isinstance(item, Mapping) or item.get(field) is None]
-        if lacks:
-            bad.append(f"{path}, item {number}: no {', '.join(lacks)}")
+        rows = files.rows(path, kind, bad)
+    items = []
+    for number, row in rows:
+        items.append(item := dict(row) if isinstance(row, Mapping) else {})
+        lacks = [field for field in task.needs if item.get(field) is None]
+        lacks += ["index of an ending"] * (not str(item.get("label", 0)).isdigit())
+        bad += [f"{path}, item {number}: no {', '.join(lacks)}"] if lacks else []
     if bad or not items:
         raise UsageError(f"{name} cannot be read: {'; '.join(bad[:3]) or f'{path} is empty'}")
-    return [dict(item) for _, item in items]
+    return items
 
 
 def _ifeval(item: dict, answer: str) -> Scores:
