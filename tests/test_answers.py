@@ -115,7 +115,7 @@ def test_figures_of_answers_written_by_hand():
 
 @pytest.mark.slow
 def test_a_run_answers_held_out_prompts_as_its_export_does(tmp_path):
-    """Chats by their template up to the user's last turn, documents by their beginnings; in the report too."""
+    """Chats by their template up to the last question, documents by their beginnings; in the report too."""
     path = tmp_path / "data.jsonl"
     rows = [{"text": f"{number} {TEXT}"} for number in range(4)] + [ROWS[1]] * 3
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
