@@ -114,7 +114,7 @@ def _likeliest(item: dict, answer: list[float]) -> Scores:
 TASKS = {
     "ifeval": Task(
         ("ifeval", "ifeval_input_data", "input_data"),
-        "google-research/instruction_following_eval/data/input_data.jsonl, or hf://google/IFEval",
+        "github.com/google-research/google-research/tree/master/instruction_following_eval/data",
         lambda item: item["prompt"],
         _ifeval,
         ("prompt", "instruction_id_list", "kwargs"),
@@ -122,7 +122,7 @@ TASKS = {
     ),
     "gsm8k": Task(
         ("gsm8k_test", "test"),
-        "openai/grade-school-math/grade_school_math/data/test.jsonl, or hf://openai/gsm8k",
+        "github.com/openai/grade-school-math/tree/master/grade_school_math/data",
         lambda item: f"Q: {item['question']}\nA: Let's think step by step.",
         _gsm8k,
         ("question", "answer"),
@@ -130,7 +130,7 @@ TASKS = {
     ),
     "hellaswag": Task(
         ("hellaswag_val", "hellaswag_val_full"),
-        "rowanz/hellaswag/data/hellaswag_val.jsonl, or hf://Rowan/hellaswag",
+        "github.com/rowanz/hellaswag/tree/master/data",
         _hellaswag,
         _likeliest,
         ("ctx", "label", "endings"),
