@@ -197,7 +197,10 @@ IFEVAL = [
     {"prompt": "Say it in Esperanto.", "instruction_id_list": ["language:response_language"]}
     | {"kwargs": [{"language": "eo"}]},
 ]
-GSM8K = [{"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}]
+GSM8K = [
+    {"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
+    {"question": "What is 3 times 1,000?", "answer": "#### 3,000"},
+]
 
 
 def written(folder: Path, name: str, rows: list[dict]) -> Path:
@@ -223,6 +226,7 @@ def test_published_forms_of_a_file_are_read_alike(data, tmp_path):
     assert TASKS["hellaswag"].asked(rows[0]).context == "Sailing: The keeper of The lamp"
     assert TASKS["hellaswag"].asked(text[0]).context == f"Sailing: {context}"
     assert TASKS["gsm8k"].scores(items_of("gsm8k", data)[0], "So $2.00, or 2.") == {"exact match": (1, 1)}
+    assert TASKS["gsm8k"].scores(items_of("gsm8k", data)[1], "3000 and 1") == {"exact match": (0, 1)}
     with pytest.raises(UsageError, match=r"item 1: no answer"):
         items_of("gsm8k", written(tmp_path / "broken", "gsm8k_test.jsonl", [{"question": "x"}]))
     lines = (data / "hellaswag_val_full.txt").read_text().split("\n")
@@ -289,7 +293,7 @@ def test_choices_are_those_of_transformers_and_a_stopped_run_goes_on(data, tmp_p
         "the same model, so no difference"
     )
     counts = [sum(row["task"] == name for row in rows) for name in ("ifeval", "gsm8k", "hellaswag")]
-    assert counts == [2, 1, 3], "answered once, for both"
+    assert counts == [2, 2, 3], "answered once, for both"
 
     first = whole.read_text().splitlines()
     part.write_text("\n".join([*first[:3], first[3][:20]]))

@@ -1,6 +1,5 @@
 """Many answers of the engine: to prompts as they finish, and of a student beside its teacher."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -32,21 +31,20 @@ def answered(
     """
     numbers = list(asked)
     requests = [llm.request(*pair, f"prompt {number}") for number, pair in asked.items()]
-    began, tokens = time.monotonic(), 0
+    most = sum(request.params.max_tokens or 0 for request in requests)  # tokens, unless answers end before
     for done, (index, output) in enumerate(llm.run(requests), 1):
         answer = output.outputs[0]
         if answer.finish_reason == "error":
             raise UsageError(f"prompt {numbers[index]}: {answer.error}")
-        tokens += len(answer.token_ids)
-        doing.place = far(done, len(numbers), tokens, began)
+        most -= (requests[index].params.max_tokens or 0) - len(answer.token_ids)
+        rate = llm.stats["output_tokens_per_s"]
+        doing.place = far(done, len(numbers), rate, (most - llm.stats["output_tokens"]) / rate)
         yield numbers[index], answer
 
 
-def far(done: int, of: int, tokens: int, began: float) -> str:
-    """How far work is that began at a time of the monotonic clock: for `Doing.place`."""
-    seconds = time.monotonic() - began
-    left = seconds / done * (of - done)
-    return f"{done:,} of {of:,}, {tokens / seconds:,.0f} tokens/s, {left:.0f} s left, "
+def far(done: int, of: int, rate: float, left: float) -> str:
+    """How far work is: for `Doing.place`. `rate` in tokens per second; `left`: seconds."""
+    return f"{done:,} of {of:,}, {rate:,.0f} tokens/s, about {left:.0f} s left, "
 
 
 def beside(

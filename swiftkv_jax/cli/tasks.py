@@ -112,7 +112,7 @@ def _answers(llm: LLM, model: str, left: Mapping[Place, Reading], tokens: int) -
     """(Place, answer) of the items that are left, task by task, as they are finished."""
     for name, group in itertools.groupby(left, key=lambda place: place[0]):
         places = list(group)
-        with working(show, f"{name}: {len(places):,} items by {model}") as doing:
+        with working(show, f"{name}: {len(places):,} items by {Path(model).name}") as doing:
             if all(len(ids) == given for place in places for ids, given in left[place]):
                 params = SamplingParams(max_tokens=tokens, temperature=0.0, stop=list(TASKS[name].stop))
                 asked = {place: ({"prompt_token_ids": left[place][0][0]}, params) for place in places}
@@ -122,7 +122,9 @@ def _answers(llm: LLM, model: str, left: Mapping[Place, Reading], tokens: int) -
             for done, place in enumerate(places, 1):
                 yield place, [likelihood(llm, *text) for text in left[place]]
                 read += sum(len(ids) for ids, _ in left[place])
-                doing.place = far(done, len(places), read, began)
+                seconds = time.monotonic() - began
+                left_s = seconds / done * (len(places) - done)
+                doing.place = far(done, len(places), read / seconds, left_s)
 
 
 def _named(place: Place, item: dict) -> dict:
