@@ -66,6 +66,8 @@ def _run(args: argparse.Namespace) -> None:
         if len(taken) < len(of_task):
             show(f"{name}: {len(of_task) - len(taken)} items are left out: no checker for their instructions")
         items |= taken
+    if not items:
+        raise UsageError(f"--tasks {args.tasks}: no item is left")
     models = [args.model, *([args.against] if args.against else [])]
     folders = list(map(local_folder, models))
     read = [
@@ -77,7 +79,9 @@ def _run(args: argparse.Namespace) -> None:
     longest = max(len(ids) + args.tokens * (len(ids) == given) for ids, given in texts)
     sizes = {"max_model_len": fitting(folders, longest, args.tokens), "max_num_seqs": min(LANES, len(items))}
     answers: list[dict[Place, Any]] = []
-    with explained(f"write to {args.out}"), open(args.out or os.devnull, "a+", encoding="utf-8") as file:
+    with explained(f"write to {args.out}"):
+        record = open(args.out or os.devnull, "a+", encoding="utf-8")
+    with record as file:
         known = _written(file)
         for model, dtype in zip(models, (args.cache_dtype, "auto"), strict=False):
             how = {"model": model, "cache_dtype": dtype, "tokens": args.tokens}
