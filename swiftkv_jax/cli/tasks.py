@@ -79,9 +79,9 @@ def _run(args: argparse.Namespace) -> None:
     longest = max(len(ids) + args.tokens * (len(ids) == given) for ids, given in texts)
     sizes = {"max_model_len": fitting(folders, longest, args.tokens), "max_num_seqs": min(LANES, len(items))}
     answers: list[dict[Place, Any]] = []
-    with explained(f"write to {args.out}"):
-        record = open(args.out or os.devnull, "a+", encoding="utf-8")
-    with record as file:
+    with contextlib.ExitStack() as stack:
+        with explained(f"write to {args.out}"):
+            file = stack.enter_context(open(args.out or os.devnull, "a+", encoding="utf-8"))
         known = _written(file)
         for model, dtype in zip(models, (args.cache_dtype, "auto"), strict=False):
             how = {"model": model, "cache_dtype": dtype, "tokens": args.tokens}
