@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace) -> None:
     check_alike(models, [list(each.values()) for each in read])
     texts = [text for each in read[0].values() for text in each]
     longest = max(len(ids) + args.tokens * (len(ids) == given) for ids, given in texts)
-    sizes = {"max_model_len": fitting(folders, longest, args.tokens), "max_num_seqs": min(LANES, len(items))}
+    context, lanes = fitting(folders, longest, args.tokens), min(LANES, len(items))
     answers: list[dict[Place, Any]] = []
     with contextlib.ExitStack() as stack:
         with explained(f"write to {args.out}"):
@@ -89,7 +89,8 @@ def _run(args: argparse.Namespace) -> None:
             keys = {place: json.dumps(row) for place, row in rows.items()}
             answers.append({place: known[key] for place, key in keys.items() if key in known})
             left = {place: read[0][place] for place in items if place not in answers[-1]}
-            llm = LLM(model, **sizes, cache_dtype=dtype) if left else None
+            sizes: dict[str, Any] = {"max_num_seqs": lanes, "cache_dtype": dtype}
+            llm = LLM(model, max_model_len=context, **sizes) if left else None
             for place, answer in _answers(llm, model, left, args.tokens) if llm else ():
                 answers[-1][place] = answer
                 row = rows[place] | {"answer": answer, "scores": TASKS[place[0]].scores(items[place], answer)}

@@ -7,6 +7,7 @@ are told by rules of our own (words.py).
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from swiftkv_jax.tasks.words import KNOWN, capitals, language, sentences
 
@@ -57,7 +58,7 @@ def _is(text: str, code: str) -> bool:
 
 
 # From an answer and what the data gives by name.
-CHECKERS: dict[str, Callable[[str, Mapping], bool]] = {
+CHECKERS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "keywords:existence": lambda t, k: all(_count(word, t) for word in k["keywords"]),
     "keywords:frequency": lambda t, k: _bounded(_count(k["keyword"], t), k["relation"], k["frequency"]),
     "keywords:forbidden_words": lambda t, k: not any(_count(rf"\b{w}\b", t) for w in k["forbidden_words"]),
@@ -82,7 +83,7 @@ CHECKERS: dict[str, Callable[[str, Mapping], bool]] = {
         _count(_POSTSCRIPTS.get(k["postscript_marker"], k["postscript_marker"]), t)
     ),
     "detectable_format:number_bullet_lists": lambda t, k: (
-        _count(r"^\s*(?:\*[^*]|-).*$", t, re.MULTILINE) == k["num_bullets"]
+        _count(r"^\s*\*[^*].*$", t, re.M) + _count(r"^\s*-.*$", t, re.M) == k["num_bullets"]
     ),
     "detectable_format:constrained_response": lambda t, k: any(choice in t for choice in _CHOICES),
     "detectable_format:number_highlighted_sections": lambda t, k: _highlights(t) >= k["num_highlights"],
