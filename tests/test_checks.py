@@ -2,7 +2,10 @@
 
 import ast
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,15 @@ def test_every_message_is_one_line_without_a_full_stop_or_a_path_of_a_machine():
                 assert "\n" not in "".join(texts) and not end.endswith((".", " ")), (path, call.lineno)
                 assert not re.search(r"/(root|home|tmp|work|Users)/", "".join(texts)), (path, call.lineno)
     assert seen > 400
+
+
+@pytest.mark.parametrize(
+    "work", ["print('a' * 10**6)", "print('a')", "sys.exit(print('a'))", "print('a', flush=True)"]
+)
+def test_a_command_whose_reader_has_left_ends_without_a_word(work):
+    code = f"import sys\nfrom swiftkv_jax.common.errors import exit_code\nexit(exit_code(lambda: {work}))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from swiftkv_jax.common import processes
-from swiftkv_jax.common.errors import UsageWarning, suggest
+from swiftkv_jax.common.errors import UsageWarning, exit_code, suggest
 from swiftkv_jax.common.folder import private
 from swiftkv_jax.version import __version__
 
@@ -43,11 +43,9 @@ def main() -> int:
     """`swiftkv COMMAND ...`, also `python -m swiftkv_jax`; the exit code."""
     name, words = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
     if name in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
+        return exit_code(lambda: print(HELP, end=""))
     if name == "--version":
-        print(f"swiftkv-jax {__version__}")
-        return 0
+        return exit_code(lambda: print(f"swiftkv-jax {__version__}"))
     if name not in COMMANDS:
         reason = f"no command {name!r}{suggest(name, COMMANDS)}" if name else "which command?"
         print(f"error: {reason}; there are {', '.join(COMMANDS)} (swiftkv --help)", file=sys.stderr)
@@ -140,8 +138,7 @@ def evaluate() -> int:
     if module := _our_eval(sys.argv):
         return _command(module)()
     if "--version" in sys.argv[1:]:
-        print(f"swiftkv-jax {__version__}")
-        return 0
+        return exit_code(lambda: print(f"swiftkv-jax {__version__}"))
     be_quiet()
     try:
         from swiftkv_jax.lm_eval import main

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -51,16 +52,22 @@ def exit_code(
     failures: tuple[type[Exception], ...] = (),
 ) -> int:
     """Return the result of `run` (None is 0); 2 for bad usage, 130 for Ctrl-C, 1 for a failure, each reported
-    on stderr.
+    on stderr; and 141, without a word, where the reader of stdout has left, as `head` does.
 
     Errors of the classes `failures` are reported in one line, those of other classes with their traceback.
     """
     try:
-        return run() or 0
+        try:
+            return run() or 0
+        finally:  # now, and not at the interpreter's end, where an error could not be caught
+            sys.stdout.flush()
     except UsageError as error:
         code, report = 2, f"error: {error}"
     except KeyboardInterrupt:
         code, report = 130, interrupted
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        return 141
     except failures as error:
         code, report = 1, f"error: {first_line(error, 500)}"
     except Exception as error:

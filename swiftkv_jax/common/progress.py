@@ -35,8 +35,9 @@ def ticking(tell: Callable[[float], None], every: Callable[[float], float]) -> I
     done, began = threading.Event(), time.monotonic()
 
     def tick() -> None:
-        while not done.wait(every(time.monotonic() - began)):
-            tell(time.monotonic() - began)
+        with contextlib.suppress(BrokenPipeError):  # the work itself reports it
+            while not done.wait(every(time.monotonic() - began)):
+                tell(time.monotonic() - began)
 
     teller = threading.Thread(target=tick, name="working", daemon=True)
     teller.start()

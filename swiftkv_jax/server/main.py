@@ -381,6 +381,8 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
         print(f"interrupted after {len(metrics)} of {len(jobs)} prompts: {how}", file=sys.stderr)
         return 130
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and args.output in (None, "-"):
+            raise
         later = "; --resume finishes it later" if output and Path(args.output).is_file() else ""
         raise OutputError(f"cannot write {args.output or 'stdout'} ({error.strerror}){later}") from error
     finally:
