@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+LOST = "^error: .*process|Terminating process because the JAX distributed service"  # our own words, or JAX's
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "JAX_COORDINATOR", "KUBERNETES_")
 
 

@@ -4,11 +4,9 @@ import contextlib
 import hashlib
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -73,17 +71,16 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     late.daemon = True
     late.start()
     try:
-        with _filtered_stderr():
-            jax.distributed.initialize(
-                num_processes=count,
-                process_id=index,
-                # One GPU for each process, as JAX does under SLURM.
-                local_device_ids=[local] if apart and local is not None else None,
-                cluster_detection_method="deactivate" if pod and not indexed else None,
-                initialization_timeout=10 * START_S,  # at its end JAX would abort
-                heartbeat_timeout_seconds=HEARTBEAT_S,
-                shutdown_timeout_seconds=SHUTDOWN_S,
-            )
+        jax.distributed.initialize(
+            num_processes=count,
+            process_id=index,
+            # One GPU for each process, as JAX does under SLURM.
+            local_device_ids=[local] if apart and local is not None else None,
+            cluster_detection_method="deactivate" if pod and not indexed else None,
+            initialization_timeout=10 * START_S,  # at its end JAX would abort
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+        )
     except Exception as error:  # also one of a client of Kubernetes
         if not isinstance(error, ValueError) or "be defined" not in str(error):
             why = f"a launcher was found, but not its processes: {first_line(error)}"
@@ -181,26 +178,6 @@ def least(value: int) -> int:
 def from_first(value: int) -> int:
     """Process 0's value, in every process."""
     return int(_gather(np.int32(value))[0])
-
-
-@contextlib.contextmanager
-def _filtered_stderr() -> Iterator[None]:
-    """Route stderr through `stderr_filter.py` from here on; undone if the block raises."""
-    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("stderr_filter.py"))]
-    stderr = os.dup(2)
-    relay = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
-    assert relay.stdin is not None
-    os.dup2(relay.stdin.fileno(), 2)
-    relay.stdin.close()
-    try:
-        yield
-    except BaseException:
-        sys.stderr.flush()
-        os.dup2(stderr, 2)
-        relay.wait()
-        raise
-    finally:
-        os.close(stderr)
 
 
 def text_from_first(name: str, make: Callable[[], str], limit_s: float) -> str:

@@ -1,6 +1,5 @@
 """What launchers set, and whom a process joins then: JAX's own detection runs, and joins nobody here."""
 
-import contextlib
 import sys
 import types
 
@@ -114,7 +113,6 @@ def joined(monkeypatch):
     monkeypatch.setattr(distributed.State, "initialize_preemption_sync_manager", lambda self: None)
     monkeypatch.setattr(distributed.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "10.0.0.2")
-    monkeypatch.setattr(processes, "_filtered_stderr", contextlib.nullcontext)
     return asked
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,18 +9,9 @@ import jax
 import pytest
 from processes_made import finish, start
 
-from swiftkv_jax.common import processes, stderr_filter
+from swiftkv_jax.common import processes
 from swiftkv_jax.common.errors import UsageError
 
-DIED = """E1123 12:33:00.911549   17030 coordination_service.cc:1549] [16609674530342527084] UNAVAILABLE:
-1
-The tasks have crashed.
-F1123 12:33:09.058190   17153 client.h:80] Terminating process because the JAX distributed service detected \
-fatal errors. This most likely indicates that another task died; see the other task logs.
-*** Check failure stack trace: ***
-    @     0x7fbbc6640634  SendToLog()
-"""
-ALARM = DIED.splitlines()[0] + "\n"
 DIFFERS = "the config of process 1 differs from that of process 0; give all the same"
 ROOT = Path(__file__).parent.parent.parent
 
@@ -105,33 +95,6 @@ def test_a_process_whose_peers_never_start_fails_in_one_line(index):
     done = finish(start(commands, PYTHONPATH=str(ROOT)), 60)[index]
     before, error = done.stderr.splitlines()
     assert (done.returncode, before) == (1, "before") and error.startswith("error: not all processes")
-
-
-@pytest.mark.parametrize(
-    "written, read",
-    [
-        ("a\nb", "a\nb"),
-        (f"a\n{DIED}", f"a\n{stderr_filter.GONE}"),
-        (f"error: no\n{DIED}", "error: no\n"),
-        (f"{ALARM}b\n", f"{ALARM}b\n"),
-    ],
-    ids=["no death", "a death", "a death that the process has told", "an alarm without a death"],
-)
-def test_the_death_of_another_process_is_reported_in_one_line(written, read):
-    program = [sys.executable, "-I", "-S", stderr_filter.__file__]
-    done = subprocess.run(program, input=written, capture_output=True, text=True, timeout=60)
-    assert (done.stderr, done.stdout, done.returncode) == (read, "", 0)
-
-
-def test_an_alarm_is_relayed_while_its_process_lives():
-    """A process that goes on after it is read while it lives."""
-    program = [sys.executable, "-I", "-S", stderr_filter.__file__]
-    relay = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert relay.stdin is not None and relay.stderr is not None
-    relay.stdin.write(ALARM)
-    relay.stdin.flush()
-    assert relay.stderr.readline() == ALARM and relay.poll() is None
-    relay.communicate()
 
 
 SOCKET = (
