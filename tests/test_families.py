@@ -120,7 +120,7 @@ def test_the_fused_fill_of_a_student_makes_the_same_rows(folders):
     student, params = student_of(folders("gemma_one_kv_head"))
     texts = prompts()[1:4]
     want = [tiny.greedy(student, params, prompt, 10) for prompt in texts]
-    served = LLM.from_model(student, params, None, fill="xla", **SIZES)
+    served = LLM.from_model(student, params, None, kernels="fill=xla", **SIZES)
     assert tiny.tokens(served.generate(texts, tiny.GREEDY, use_tqdm=False)) == want
 
 
@@ -300,5 +300,5 @@ def test_a_kernel_without_a_soft_cap_is_refused_in_one_line(folders):
     with pytest.raises(
         UsageError, match="native_cpu does not support a soft cap of scores: reference, xla"
     ) as error:
-        LLM(folders("gemma2"), tokenizer=tiny.Bytes(), attention="native_cpu", **SIZES)
+        LLM(folders("gemma2"), tokenizer=tiny.Bytes(), kernels="attention=native_cpu", **SIZES)
     assert "\n" not in str(error.value)

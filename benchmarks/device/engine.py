@@ -59,9 +59,10 @@ def measure(
     settings = {"max_model_len": prompt + outputs, "max_num_seqs": requests, "cache_dtype": cache_dtype}
     settings |= {"max_num_batched_tokens": sizes.budget, "page_size": page}
     settings |= {"num_pages": 1 + (requests + 1) * (-(-(prompt + outputs) // page) + 1)}
-    settings |= {"attention": f"decode={decode},chunk={chunk}", "fill": fill if rows.has_fill else None}
     # XLA for kernels that are not named, so that no check runs inside this line.
-    llm = skv.LLM.from_model(skv.Transformer(config, rows, sizes.dtype), params, kernels="xla", **settings)
+    fill = fill if fill and rows.has_fill else "unfused"
+    settings |= {"kernels": f"decode={decode},chunk={chunk},fill={fill},write=xla"}
+    llm = skv.LLM.from_model(skv.Transformer(config, rows, sizes.dtype), params, **settings)
     began = time.perf_counter()
     compile_programs(llm.engine.runner, requests * page)
     yield {"compile_seconds": time.perf_counter() - began}

@@ -35,22 +35,6 @@ class ByKind:
     decode: str | None = None
     chunk: str | None = None
 
-    @classmethod
-    def named(cls, text: str | None) -> "ByKind":
-        """Parse "NAME", for both kinds, or "decode=NAME,chunk=NAME", of which one may be missing.
-
-        Raises:
-          UnsupportedError: another kind.
-        """
-        if text is None or "=" not in text:
-            return cls(text, text)
-        parts = (part.partition("=") for part in text.split(","))
-        pairs = {kind.strip(): name.strip() for kind, _, name in parts}
-        kinds = [field.name for field in dataclasses.fields(cls)]
-        if wrong := [kind for kind, name in pairs.items() if kind not in kinds or not name]:
-            raise UnsupportedError(f"{wrong[0]!r} in {text!r}: give NAME, or {'=NAME,'.join(kinds)}=NAME")
-        return cls(**pairs)
-
     def of(self, queries: int) -> str | None:
         """The name for blocks of so many queries."""
         return self.decode if queries <= self.FEW else self.chunk

@@ -26,7 +26,7 @@ from swiftkv_jax.engine.settings import MEMORY_FRACTION, Settings, empty_pool, r
 from swiftkv_jax.engine.validate import usual_dtype
 
 # What the check on the device is expected to choose.
-KERNELS = {"tpu": {"attention": "pallas_tpu", "write": "pallas_tpu"}, "gpu": {"attention": "pallas_gpu"}}
+KERNELS = {"tpu": "attention=pallas_tpu,write=pallas_tpu", "gpu": "attention=pallas_gpu"}
 _ROW = "{:<24}{:>12}{:>10}{:>9}  {}"
 
 
@@ -53,11 +53,10 @@ def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: st
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         settings, kernels = Settings(max_model_len=context), "the safe ones"
-        named = dataclasses.replace(settings, **KERNELS[platform])
+        named = dataclasses.replace(settings, kernels=KERNELS[platform])
         with contextlib.suppress(UsageError):
             resolve(dataclasses.replace(named, num_pages=context), model, [], mesh)
-            settings = named
-            kernels = ", ".join(f"{operation}={kernel}" for operation, kernel in KERNELS[platform].items())
+            settings, kernels = named, KERNELS[platform]
         say(f"{name}, split {plan.depth}, {plan.num_rows} rows, on {where}: heads over {len(devices)} chips")
         say(f"kernels: {kernels} (assumed; the check on the device decides)\n")
         say(_ROW.format("program", "temporary", "launches", "compile", "collectives of a step"))

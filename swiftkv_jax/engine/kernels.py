@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import NONE
 from swiftkv_jax.core import cache
 from swiftkv_jax.core.rows import FORMS, PAGED
-from swiftkv_jax.engine.settings import AUTO, SAFE, Settings, named
+from swiftkv_jax.engine.settings import AUTO, OPERATIONS, SAFE, Settings, named
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED, known, preferred
 from swiftkv_jax.kernels.check.decide import LIMITS, Decision, Limits, decide
@@ -34,8 +35,7 @@ class Choice:
     """The kernels that an engine uses.
 
     Attributes:
-      settings: with names in `attention`, `fill`, `write` and `scoring`. how: where these come from, in a few
-        words.
+      settings: with the names in `kernels`. how: where these come from, in a few words.
       decision: the check's result for each candidate, if there was anything to check.
     """
 
@@ -54,7 +54,7 @@ def choose(
     folder: Path | None = None,
     limits: Limits = LIMITS,
 ) -> Choice:
-    """Choose the kernels of an engine with these settings. Named attention, fill, write and scoring are kept.
+    """Choose the kernels of an engine with these settings. Implementations that these name are kept.
 
     Call it before JAX has its devices: a check runs in another process, and a TPU and most GPUs have no room
     for both. Once JAX has them, a TPU is not checked any more.
@@ -64,22 +64,26 @@ def choose(
       machine: the target machine, by default this one. folder: where decisions are kept. limits: of a check.
     """
     machine = machine or this_machine()
-    if settings.kernels not in (AUTO, SAFE):
-        names, own = named(settings.kernels)
-        if not (plan.has_fill and config.fused_fill) and "fill" not in own:  # no row for it to make
-            names.pop("fill", None)
-        settings = _with(settings, names)
-    given = _given(settings)
+    given, own = ({}, {}) if settings.kernels == SAFE else named(settings.kernels)
+    if not (plan.has_fill and config.fused_fill) and "fill" not in own:  # no row for it to make
+        given.pop("fill", None)
+
+    def chosen(names: Mapping[str, str], how: str, decision: Decision | None = None) -> Choice:
+        """These names for the operations that have none."""
+        names = {**names, **given}
+        parts = [f"{kind}={names[kind]}" for kind in OPERATIONS if names.get(kind, UNFUSED) != UNFUSED]
+        return Choice(dataclasses.replace(settings, kernels=",".join(parts) or AUTO), how, decision)
+
     every = calls_of(config, plan, dtype, settings, shards)
-    calls = [call for call in every if call.kind in CANDIDATES[machine.platform] and not given[call.kind]]
+    calls = [call for call in every if call.kind in CANDIDATES[machine.platform] and call.kind not in given]
     if every and not calls:
-        return Choice(settings, "named")
+        return chosen({}, "named")
     if machine.platform == "cpu" and settings.kernels != SAFE:
-        return Choice(settings, "named, or this platform's" if any(given.values()) else "this platform's")
+        return chosen({}, "named, or this platform's" if {*given} - {"scoring"} else "this platform's")
     safe = {kind: names[0] for kind, names in CANDIDATES[machine.platform].items()}
     safe |= {call.kind: known(call, CANDIDATES[machine.platform][call.kind])[0] for call in calls}
     if settings.kernels == SAFE or not calls:
-        return Choice(_with(settings, safe), "the safe ones")
+        return chosen(safe, "the safe ones")
     taken = machines.taken()
     decisions: list[Decision] = []
 
@@ -93,7 +97,7 @@ def choose(
     if taken and machine.platform == "tpu" and decisions and not decisions[0].kept:
         advice = "`serve.py --model DIR --kernels report`, with the same sizes, checks and keeps them"
         _LOG.warning("kernels run as %s, unchecked, as this process has the TPU: %s", how, advice)
-    return Choice(_with(settings, safe | names), how, decisions[0] if decisions else None)
+    return chosen(safe | names, how, decisions[0] if decisions else None)
 
 
 def this_machine() -> Machine:
@@ -159,31 +163,12 @@ def slower(config: ModelConfig, plan: KVPlan, platform: str, stored: str) -> str
     )
 
 
-def _given(settings: Settings) -> dict[str, str | None]:
-    """The names in `settings`, by kind of call."""
-    by_kind = ByKind.named(settings.attention)
-    return dataclasses.asdict(by_kind) | {"fill": settings.fill, "write": settings.write}
-
-
-def _with(settings: Settings, names: dict[str, str]) -> Settings:
-    """`settings` with these names where none is given."""
-    names = names | {kind: name for kind, name in _given(settings).items() if name}
-    attention = [f"{kind}={names[kind]}" for kind in ("decode", "chunk") if kind in names]
-    return dataclasses.replace(
-        settings,
-        attention=",".join(attention) or None,
-        fill=None if names.get("fill") == UNFUSED else names.get("fill"),
-        write=names.get("write"),
-        scoring=settings.scoring or names.get("scoring"),
-    )
-
-
 def in_force(
     config: ModelConfig, plan: KVPlan, dtype: str, settings: Settings, shards: int = 1
 ) -> dict[str, str]:
     """The implementation of each kind of call, for settings that `choose` and `resolve` have completed."""
-    names, chosen = _given(settings), {}
+    names, chosen = settings.implementations, {}
     for call in calls_of(config, plan, dtype, settings, shards):
-        name = names[call.kind]
+        name = names.get(call.kind)
         chosen[call.kind] = name if name and known(call, (name,)) else preferred(call)
-    return chosen | ({"scoring": settings.scoring} if settings.scoring else {})
+    return chosen | {kind: name for kind, name in names.items() if kind == "scoring"}

@@ -177,7 +177,7 @@ class LLM:
         working = functools.partial(working_bytes, self.model, self.params, self.mesh)
         self._num_pages = settings.num_pages  # as asked for; `resolve` computes what None stands for
         self.settings = resolve(settings, self.model, self.devices, self.mesh, working)
-        if self.settings.fill is not None:  # here, not in the engine: scoring uses these too
+        if "fill" in self.settings.implementations:  # here, not in the engine: scoring uses these too
             own, params = generator(self.model, self.params)
             folded = fold_shared_norm(own, params)
             self.params = self.params | {"base": folded} if isinstance(self.model, Predicted) else folded
@@ -199,8 +199,7 @@ class LLM:
         if "max_model_len" in settings:
             wanted = dataclasses.replace(wanted, max_model_len=self._context(settings["max_model_len"]))
         if "kernels" in settings:  # the earlier choice is dropped
-            named = {name: settings.get(name) for name in ("attention", "fill", "write", "scoring")}
-            wanted, model = dataclasses.replace(wanted, **named), self.model
+            model = self.model
             chosen = choose(model.config, model.plan, model.dtype, wanted, parts_of(self.mesh))
             wanted, other._kernels_from = chosen.settings, chosen.how
         other.role = role_in(self.mesh)
@@ -462,7 +461,7 @@ class LLM:
     @repeated
     def _scores(self, tokens, following):
         s = self.settings
-        how = s.max_model_len, s.cache_dtype, s.scoring
+        how = s.max_model_len, s.cache_dtype, s.implementations.get("scoring")
         return scores(self.model, *how, self.params, tokens, following, mesh=self.mesh)
 
     @property

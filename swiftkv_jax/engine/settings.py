@@ -30,6 +30,7 @@ from swiftkv_jax.engine.score import SHORTEST, scores
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import PLATFORM_OF, ByKind, UnsupportedError
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
+from swiftkv_jax.kernels.fused_kv_fill.cases import UNFUSED
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 
@@ -42,11 +43,10 @@ SCORING = {name: CAUSAL_ATTENTION[name] for name in ("reference", "xla", "cudnn"
 OPERATIONS = {  # as `kernels` calls them; "attention" is decode and chunk
     "decode": PAGED_ATTENTION,
     "chunk": PAGED_ATTENTION,
-    "fill": FUSED_KV_FILL,
+    "fill": (UNFUSED, *FUSED_KV_FILL),
     "write": PAGE_WRITE,
     "scoring": SCORING,
 }
-KERNEL_SETTINGS = ("attention", "fill", "write", "scoring")
 
 
 def named(text: str) -> tuple[dict[str, str], set[str]]:
@@ -73,20 +73,7 @@ def named(text: str) -> tuple[dict[str, str], set[str]]:
 def _kernels(name: str, value) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{name} must be a string, not {value!r}")
-    if value != SAFE:
-        named(value)
-    return value
-
-
-def _attention(name: str, value) -> str:
-    """An implementation, or one by kind of call."""
-    try:
-        by_kind = ByKind.named(value) if isinstance(value, str) else ByKind(value, value)
-    except UnsupportedError as error:
-        raise UsageError(str(error)) from None
-    for implementation in (by_kind.decode, by_kind.chunk):
-        if implementation is not None:
-            choice(name, implementation, PAGED_ATTENTION)
+    named(value)
     return value
 
 
@@ -116,18 +103,12 @@ class Settings(Checked):
       memory_fraction: share of the device's memory that weights, programs and cache may take.
       cache_dtype: "auto" (the model's), a float dtype, or the 8-bit "float8_e4m3fn" or "int8".
       prefix_caching: keep full pages for prompts with the same beginning.
-      kernels: implementations of the operations not named below. "auto": on GPUs and TPUs the fastest that a
-        check on this machine found correct, elsewhere the platform's choice. "xla": the safe ones. Or names,
-        "NAME,...", each for every operation that has it, or "decode=NAME", "chunk=NAME", "attention=NAME",
-        "fill=NAME", "write=NAME", "scoring=NAME", and "auto" for the rest.
-      attention: name of an implementation of kernels/paged_attention, or one for each kind of call as
-        "decode=NAME,chunk=NAME"; None: the platform's choice.
-      fill: name of an implementation of kernels/fused_kv_fill, which makes a prompt's upper rows in whole
-        pages; None: XLA, token by token.
-      write: name of an implementation of kernels/page_write, which writes new rows to their pages; None: the
-        platform's choice.
-      scoring: name of an implementation of kernels/causal_attention, for scoring whole prompts; None: the
-        model's own attention, in blocks of queries.
+      kernels: implementations of the operations. "auto": on GPUs and TPUs the fastest that a check on this
+        machine found correct, elsewhere the platform's choice. "xla": the safe ones. Or names,
+        "NAME,...", each for every operation that has it, or "decode=NAME", "chunk=NAME", "attention=NAME" (of
+        both), "fill=NAME" (of a prompt's upper rows in whole pages; "unfused": by XLA, token by token),
+        "write=NAME" (of new rows to their pages), "scoring=NAME" (of whole prompts; unnamed: the model's own
+        attention, in blocks of queries), and "auto" for the rest. An LLM's have the names that were chosen.
       drafts: number of draft tokens to verify at once (speculative decoding); 0: none.
       drafter: where drafts come from: "prompt" (what followed the same words before) or "exit" (the model's
         exit head, inside a decode launch).
@@ -152,10 +133,6 @@ class Settings(Checked):
     cache_dtype: Annotated[str, one_of("auto", *CACHE_DTYPES)] = "auto"
     prefix_caching: Flag = True
     kernels: Annotated[str, _kernels] = AUTO
-    attention: Annotated[str | None, _attention] = None
-    fill: Annotated[str | None, partial(choice, known=FUSED_KV_FILL)] = None
-    write: Annotated[str | None, partial(choice, known=PAGE_WRITE)] = None
-    scoring: Annotated[str | None, partial(choice, known=SCORING)] = None
     drafts: Natural = 0
     drafter: Annotated[str, one_of(*DRAFTERS)] = "prompt"
     exit_threshold: Annotated[float | None, partial(number, least=0, most=1)] = None
@@ -178,6 +155,12 @@ class Settings(Checked):
         """The limits of the waiting queue."""
         bounds = (self.max_queued_requests, self.max_queued_tokens, self.max_queued_output_tokens)
         return Demand(*(sys.maxsize if bound is None else bound for bound in bounds))
+
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Operation -> the implementation that `kernels` names for it."""
+        names = {} if self.kernels == SAFE else named(self.kernels)[0]
+        return {operation: name for operation, name in names.items() if name != UNFUSED}
 
     @property
     def lookups(self) -> int:
@@ -205,8 +188,9 @@ def empty_pool(model: Transformer, settings: Settings, mesh: Mesh | None = None)
     table, pages = jnp.zeros((1, 1), jnp.int32), settings.num_pages + 1
     page, dtype = settings.page_size, jnp.dtype(dtype)
     cache = Cache.create(model.config, model.plan, table, pages, page, dtype, settings.max_model_len)
-    attention = ByKind.named(settings.attention)
-    by = {"attention": attention, "fill": settings.fill, "writer": settings.write}
+    names = settings.implementations
+    attention = ByKind(names.get("decode"), names.get("chunk"))
+    by = {"attention": attention, "fill": names.get("fill"), "writer": names.get("write")}
     cache = dataclasses.replace(cache, **by, mesh=mesh)
     if model.config.encoder is None:
         return cache
@@ -237,20 +221,17 @@ def _any_place(name: str | None) -> str | None:
     return "xla_one_turn" if name in PLATFORM_OF and name != "native_cpu" else name
 
 
-def check_fill(
-    model: Transformer | Predicted, fill: str | None = None, kernels: str = AUTO, **rest: object
-) -> None:
+def check_fill(model: Transformer | Predicted, kernels: str = AUTO, **rest: object) -> None:
     """Check that every part of `model` supports the fill that is asked for, among other settings."""
-    own = set() if kernels in (AUTO, SAFE) else named(kernels)[1]
     auxiliary = transformers(model)[1:]
-    if (fill is not None or "fill" in own) and any(part.plan.has_fill for part in auxiliary):
-        raise UsageError(f"fill {fill or kernels!r} cannot make the auxiliary's upper rows: name no fill")
+    if "fill" in named(kernels)[1] and any(part.plan.has_fill for part in auxiliary):
+        raise UsageError(f"fill {kernels!r} cannot make the auxiliary's upper rows: name no fill")
 
 
 def of_auxiliary(settings: Settings) -> Settings:
     """Settings for an auxiliary model, which reads prompts. Kernels are named and checked for the base alone;
     without a name a GPU or TPU uses XLA's."""
-    return dataclasses.replace(settings, **dict.fromkeys(KERNEL_SETTINGS))
+    return dataclasses.replace(settings, kernels=AUTO)
 
 
 def empty_pools(
@@ -278,7 +259,7 @@ def resolve(
     _check_model(settings, model, bool(auxiliary), len(devices))
     least, pages = settings.pages_per_sequence, settings.num_pages
     smallest = dataclasses.replace(settings, num_pages=1)
-    if any(getattr(settings, name) for name in KERNEL_SETTINGS):
+    if settings.implementations:
         _try_kernels(smallest, model, mesh)
         for one in auxiliary:
             _try_kernels(of_auxiliary(smallest), one, mesh)
@@ -299,7 +280,8 @@ def resolve(
 
 def _check_model(settings: Settings, model: Transformer, auxiliary: bool, devices: int) -> None:
     """Raises UsageError: a setting is not for such a model, with an auxiliary or not, on so many devices."""
-    config, plan, scoring, fill = model.config, model.plan, settings.scoring, settings.fill
+    config, plan, names = model.config, model.plan, settings.implementations
+    scoring, fill = names.get("scoring"), names.get("fill")
     if settings.drafter == "exit" and not settings.drafts:
         raise UsageError("drafter 'exit' needs drafts of 1 or more, not 0")
     if settings.exits and not config.exit_head:
@@ -326,14 +308,15 @@ def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> N
     """Trace the longest step, one token in all lanes, and a score, so that a named kernel refuses now."""
     pool = jax.eval_shape(partial(empty_pool, model, settings, mesh))
     params = weights.abstract(model.config, model.plan, model.dtype, cuts=None)
-    if settings.fill is not None:
+    names = settings.implementations
+    if "fill" in names:
         params = jax.eval_shape(partial(fold_shared_norm, model), params)
 
     def whole(*shape: int):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     chunk = whole(settings.max_num_batched_tokens), whole(2), whole(1)
-    score = partial(scores, model, settings.max_model_len, settings.cache_dtype, settings.scoring)
+    score = partial(scores, model, settings.max_model_len, settings.cache_dtype, names.get("scoring"))
     try:
         for tokens, starts, survivors in (chunk, (whole(settings.max_num_seqs), None, None)):
             jax.eval_shape(partial(step, model), params, tokens, tokens, starts, survivors, pool)

@@ -88,8 +88,9 @@ def engine_arguments(
     model = Transformer(config, plan, dtype)
     page = usual_page(rows, "gpu" if chip == "h100" else "tpu")
     sizes = {"max_model_len": CONTEXT, "max_num_seqs": LANES, "num_pages": LANES * CONTEXT // page}
-    named = {"attention": attention} if attention else NAMED[chip]
-    settings = Settings(**sizes, page_size=page, cache_dtype=rows, fill=fill, **named)
+    named = f"attention={attention}" if attention else NAMED[chip]
+    named += f",fill={fill}" if fill else ""
+    settings = Settings(**sizes, page_size=page, cache_dtype=rows, kernels=named)
     cache = jax.eval_shape(functools.partial(empty_pool, model, settings, mesh))
     params = weights.abstract(config, plan, dtype, mesh, cuts=None)
     return model, folded(model, params) if fill else params, cache, settings
@@ -446,7 +447,7 @@ def test_a_published_model_and_its_rows_fit_on_one_chip(chip):
     with layers."""
     name, memory, sequences = FITS[chip]
     config = ModelConfig.from_hf(ARCHITECTURES / f"{name}.json")
-    settings = Settings(max_model_len=8192, **NAMED[chip])
+    settings = Settings(max_model_len=8192, kernels=NAMED[chip])
     working = [needs(chip, dataclasses.replace(config, num_layers=n, windows=()), settings) for n in (2, 4)]
     assert working[1] <= 1.1 * working[0]
     plan = KVPlan.swiftkv(config.num_layers, config.num_layers // 2)

@@ -184,10 +184,10 @@ def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("dtype", "fill"),
     [
-        ("float8_e4m3fn", None),
+        ("float8_e4m3fn", "unfused"),
         ("int8", "xla"),
         pytest.param("float8_e4m3fn", "xla", marks=pytest.mark.slow),
-        pytest.param("int8", None, marks=pytest.mark.slow),
+        pytest.param("int8", "unfused", marks=pytest.mark.slow),
     ],
 )
 def test_rounding_caches_give_one_result_for_any_chunking(dtype, fill):
@@ -195,7 +195,7 @@ def test_rounding_caches_give_one_result_for_any_chunking(dtype, fill):
     want = rounded_definition("acrosskv", dtype)
     assert want != [row[:8] for row in definition("acrosskv")], "rounding must matter"
     for budget in (32, 7):
-        llm = make(cache_dtype=dtype, max_num_batched_tokens=budget, fill=fill)
+        llm = make(cache_dtype=dtype, max_num_batched_tokens=budget, kernels=f"fill={fill}")
         assert tokens(run(llm, params=params)) == want
     rows, config = llm.model.plan.num_rows, llm.model.config
     assert llm.cache_bytes_per_token == 2 * rows * (config.kv_width + 4 * config.num_kv_heads)

@@ -30,6 +30,7 @@ TPU = Machine("tpu", "a TPU")
 
 
 NATIVE = dict.fromkeys(("decode", "chunk", "write"), "native_cpu")
+CUDNN = dict.fromkeys(("chunk", "decode", "scoring"), "cudnn")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ NATIVE = dict.fromkeys(("decode", "chunk", "write"), "native_cpu")
         ("write=pallas_tpu", {"write": "pallas_tpu"}, {"write"}),
         ("attention=xla", {"decode": "xla", "chunk": "xla"}, {"decode", "chunk"}),
         ("cudnn, decode = xla", {"decode": "xla", "chunk": "cudnn", "scoring": "cudnn"}, {"decode"}),
+        ("cudnn,fill=unfused", CUDNN | {"fill": "unfused"}, {"fill"}),
         ("native_cpu,scoring=xla", NATIVE | {"scoring": "xla"}, {"scoring"}),
     ],
 )
@@ -47,7 +49,9 @@ def test_a_kernel_name_applies_to_all_operations_that_have_it_or_to_one(text, wa
     assert named(text) == (want, own)
 
 
-@pytest.mark.parametrize("text", ["palas_gpu", "", "decod=xla", "fill=cudnn", "chunk=", "report", 3])
+@pytest.mark.parametrize(
+    "text", ["palas_gpu", "", "decod=xla", "fill=cudnn", "chunk=", "prefill=xla", "report", 3]
+)
 def test_a_wrong_name_is_refused(text):
     with pytest.raises(UsageError):
         Settings(max_model_len=8, kernels=text)
@@ -74,7 +78,7 @@ def test_rows_of_one_array_are_checked_and_reported_by_their_own_operation(form,
     here = "xla" if shutil.which("c++") is None and shutil.which("g++") is None else "native_cpu"
     assert (told["decode"], told["chunk"]) == (here, here)
     chosen = choose(config, plan, "float32", dataclasses.replace(settings, kernels="xla"), machine=GPU)
-    assert chosen.settings.attention == "decode=xla_one_turn,chunk=xla_one_turn"
+    assert chosen.settings.kernels == "decode=xla_one_turn,chunk=xla_one_turn"
 
 
 @pytest.fixture
@@ -103,7 +107,9 @@ def test_kernels_chosen_by_the_check_run_and_give_the_same_tokens(model, asked, 
     (calls, machine, _, _) = asked[0]
     assert [call.kind for call in calls] == ["decode", "chunk", "fill"] and machine == GPU
     write = {"write": llm.kernels["write"]}
-    assert write["write"] in ("native_cpu", "xla") and llm.settings.write is None  # nothing to choose from
+    assert (
+        write["write"] in ("native_cpu", "xla") and "write" not in llm.settings.kernels
+    )  # nothing to choose from
     chosen = {"decode": "xla", "chunk": "xla_one_turn", "fill": "xla", "how": "checked on a GPU"}
     assert llm.kernels == chosen | write
     prompts = tiny.prompts((5, 33))
@@ -118,19 +124,19 @@ def test_kernels_chosen_by_the_check_run_and_give_the_same_tokens(model, asked, 
 def test_named_kernels_are_kept(model, asked, monkeypatch):
     """A name for all leaves out a fill that has no row."""
     monkeypatch.setattr(kernels, "this_machine", lambda: GPU)
-    llm = LLM.from_model(*model, **tiny.SIZES, attention="decode=reference")
-    assert llm.settings.attention == "decode=reference,chunk=xla_one_turn" and llm.settings.fill == "xla"
-    named = LLM.from_model(*model, **tiny.SIZES, kernels="reference,chunk=xla", fill="xla")
-    assert named.settings.attention == "decode=reference,chunk=xla"
-    assert (named.settings.fill, named.settings.scoring) == ("xla", "reference")
+    llm = LLM.from_model(*model, **tiny.SIZES, kernels="decode=reference")
+    assert llm.settings.kernels == "decode=reference,chunk=xla_one_turn,fill=xla"
+    named = LLM.from_model(*model, **tiny.SIZES, kernels="reference,chunk=xla,fill=xla")
+    reference = {"decode": "reference", "write": "reference", "scoring": "reference"}
+    assert named.settings.implementations == reference | {"chunk": "xla", "fill": "xla"}
     assert named.kernels["how"] == "named" and len(asked) == 1
     plain = LLM.from_model(*tiny.make_model(tiny.PLANS["standard"]), **tiny.SIZES, kernels="reference")
-    assert plain.settings.fill is None and plain.kernels["decode"] == "reference"
+    assert "fill" not in plain.settings.kernels and plain.kernels["decode"] == "reference"
 
 
 def test_no_kernel_is_checked_on_a_cpu(model, asked):
     llm = LLM.from_model(*model, **tiny.SIZES)
-    assert not asked and llm.settings.attention is None
+    assert not asked and llm.settings.kernels == "auto"
     assert llm.kernels["decode"] in ("native_cpu", "xla") and llm.kernels["how"] == "this platform's"
     safe = LLM.from_model(*model, **tiny.SIZES, kernels="xla")
     assert (safe.kernels["decode"], safe.kernels["chunk"], safe.kernels["fill"]) == ("xla", "xla", "unfused")
@@ -193,7 +199,7 @@ def test_chunks_are_timed_in_the_forms_that_an_accelerator_launches(lanes, fixed
     monkeypatch.setitem(PAGED_ATTENTION, name, Implementation(noted))
     monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "some GPU", 132))
     sizes = {"max_model_len": 256, "page_size": 8, "max_num_seqs": lanes, "max_num_batched_tokens": 128}
-    settings = Settings(**sizes, num_pages=64, attention=name, batch_invariant=fixed)
+    settings = Settings(**sizes, num_pages=64, kernels=f"attention={name}", batch_invariant=fixed)
     net, params = tiny.make_model(tiny.PLANS["standard"], max_position_embeddings=256)
     runner = Runner(net, params, None, settings, lambda params, make: make())
     for program in runner.programs():

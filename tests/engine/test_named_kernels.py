@@ -16,7 +16,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine import loop
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.engine.settings import Settings, resolve
+from swiftkv_jax.engine.settings import resolve
 from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill_gpu
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill_tpu
@@ -65,7 +65,7 @@ def test_tpu_kernels(interpret):
     want = [tiny.greedy(net, params, prompt, 5) for prompt in tiny.prompts(LENGTHS)]
     fill = interpret(FUSED_KV_FILL, fill_tpu, fill_tpu.fused_kv_fill)
     attention = interpret(PAGED_ATTENTION, paged_tpu, paged_tpu.paged_attention)
-    assert tokens(net, params, fill=fill, attention=attention) == want
+    assert tokens(net, params, kernels=f"fill={fill},attention={attention}") == want
     assert all(interpret.traced[name] for name in (fill, attention))
 
 
@@ -77,7 +77,8 @@ def test_tpu_kernels_round_as_xla_does(dtype, interpret):
     fill = interpret(FUSED_KV_FILL, fill_tpu, fill_tpu.fused_kv_fill)
     attention = interpret(PAGED_ATTENTION, paged_tpu, paged_tpu.paged_attention)
     sizes = {"cache_dtype": dtype, "page_size": 128}
-    assert tokens(net, params, fill=fill, attention=attention, **sizes) == tokens(net, params, **sizes)
+    named = f"fill={fill},attention={attention}"
+    assert tokens(net, params, kernels=named, **sizes) == tokens(net, params, **sizes)
 
 
 @pytest.mark.slow
@@ -87,7 +88,8 @@ def test_hopper_fill(interpret):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"], **shape)
     net, params = Transformer(net.config, net.plan, "bfloat16"), jax.tree.map(jnp.bfloat16, params)
     fill = interpret(FUSED_KV_FILL, fill_gpu, fill_gpu.fused_kv_fill, HOPPER)
-    assert tokens(net, params, fill=fill, page_size=16) == tokens(net, params, fill="xla", page_size=16)
+    got, want = (tokens(net, params, kernels=f"fill={name}", page_size=16) for name in (fill, "xla"))
+    assert got == want
     assert interpret.traced[fill]
 
 
@@ -97,7 +99,8 @@ def test_hopper_fill(interpret):
 def test_scores_by_each_attention_of_whole_prompts(scoring, windows):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"], windows=windows)
     (prompt,) = tiny.prompts((45,))
-    want, got = (LLM.from_model(net, params, **SIZES, scoring=s).score(prompt) for s in (None, scoring))
+    named = "auto", f"scoring={scoring}"
+    want, got = (LLM.from_model(net, params, **SIZES, kernels=names).score(prompt) for names in named)
     for a, b in zip(got[1:], want[1:], strict=True):
         assert a.keys() == b.keys()
         assert all(a[t].logprob == pytest.approx(b[t].logprob, abs=1e-4) for t in a)
@@ -113,35 +116,35 @@ def test_a_named_fill_keeps_the_makers_once():
     """All that is alive when an engine stands is its weights, a norm's gain in the makers, and its pool."""
     (prompt,) = tiny.prompts((45,))
     owned, scored = {}, {}
-    for fill in (None, "xla"):
+    for fill in ("unfused", "xla"):
         kept = alive()  # held, so that no new array gets the identity of one that is gone
         before = {id(x) for x in kept}
-        llm = LLM.from_model(*tiny.make_model(tiny.PLANS["acrosskv"]), **SIZES, fill=fill)
+        llm = LLM.from_model(*tiny.make_model(tiny.PLANS["acrosskv"]), **SIZES, kernels=f"fill={fill}")
         owned[fill] = sum(x.nbytes for x in jax.tree.leaves((llm.params, llm.engine.runner.cache)))
         new = sum(x.nbytes for x in alive() if id(x) not in before)
         assert new == pytest.approx(owned[fill], abs=1024)  # besides them a table of pages
         scored[fill] = [next(iter(one.values())).logprob for one in llm.score(prompt)[1:]]
-    assert owned["xla"] == owned[None] - 4 * llm.model.config.hidden_size  # the gain of the shared norm
-    np.testing.assert_allclose(scored["xla"], scored[None], atol=1e-4)
+    assert owned["xla"] == owned["unfused"] - 4 * llm.model.config.hidden_size  # the gain of the shared norm
+    np.testing.assert_allclose(scored["xla"], scored["unfused"], atol=1e-4)
 
 
 def test_kernels_that_score_run_on_one_device():
     """And cuDNN's on a GPU; a model without upper rows has no use for a fill."""
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
-    settings = dataclasses.replace(LLM.from_model(net, params).settings, scoring="cudnn")
+    settings = dataclasses.replace(LLM.from_model(net, params).settings, kernels="scoring=cudnn")
     with pytest.raises(UsageError, match="scoring"):
         resolve(settings, net, jax.devices() * 4)
-    assert resolve(dataclasses.replace(settings, scoring="xla"), net, jax.devices() * 4).scoring == "xla"
+    resolve(dataclasses.replace(settings, kernels="scoring=xla"), net, jax.devices() * 4)
     with pytest.raises(UsageError, match="causal_attention"):
-        LLM.from_model(net, params, **SIZES, scoring="cudnn")
+        LLM.from_model(net, params, **SIZES, kernels="scoring=cudnn")
     with pytest.raises(UsageError, match="fill"):
-        LLM.from_model(*tiny.make_model(tiny.PLANS["standard"]), **SIZES, fill="xla")
+        LLM.from_model(*tiny.make_model(tiny.PLANS["standard"]), **SIZES, kernels="fill=xla")
 
 
-@pytest.mark.parametrize("fill", [None, "xla"])
+@pytest.mark.parametrize("fill", ["unfused", "xla"])
 def test_a_step_of_prompts_updates_the_pool_in_place(fill):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
-    llm = LLM.from_model(net, params, **SIZES, num_pages=4096, fill=fill)
+    llm = LLM.from_model(net, params, **SIZES, num_pages=4096, kernels=f"fill={fill}")
     machine = llm.engine.runner
     table, survivors = np.zeros((2, machine.arrays.slots), np.int32), np.zeros(2, np.int32)
     flat, starts = np.zeros(32, np.int32), np.zeros(3, np.int32)
@@ -150,14 +153,10 @@ def test_a_step_of_prompts_updates_the_pool_in_place(fill):
     memory, pool = compiled.memory_analysis(), machine.cache.nbytes
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool / 20
-    assert ("shared_norm" in machine.params) == (fill is None)  # else its gain is in the makers
+    assert ("shared_norm" in machine.params) == (fill == "unfused")  # else its gain is in the makers
 
 
 def test_attention_is_named_by_kind_of_call():
     """A kernel that refuses long blocks serves decoding beside another that takes chunks."""
-    both = ByKind.named("decode=xla, chunk=reference")
+    both = ByKind("xla", "reference")
     assert (both.of(1), both.of(ByKind.FEW), both.of(ByKind.FEW + 1)) == ("xla", "xla", "reference")
-    assert ByKind.named("xla") == ByKind("xla", "xla") and ByKind.named("chunk=xla") == ByKind(None, "xla")
-    for wrong in ("prefill=xla", "decode=", "decode=xla,reference", "decode=zla"):
-        with pytest.raises(UsageError):
-            Settings(max_model_len=8, attention=wrong)

@@ -262,17 +262,15 @@ def test_unsupported_requests_and_settings_are_refused():
     for name, asked in (
         ("prompt_logprobs", lambda: make(tail=2).generate([[1, 2, 3]], scored, use_tqdm=False)),
         ("tail", lambda: make(tail=2).score([1, 2, 3])),
-        ("scoring", lambda: make(scoring="xla")),
+        ("scoring", lambda: make(kernels="scoring=xla")),
         ("drafter", lambda: make(drafts=1, drafter="exit")),
         ("context", lambda: LLM.from_model(*short, max_model_len=64)),
-        ("fill", lambda: LLM.from_model(*students, **tiny.SIZES, fill="xla")),
         ("fill", lambda: LLM.from_model(*students, **tiny.SIZES, kernels="fill=xla")),
-        ("fill", lambda: LLM.from_model(*students, **tiny.SIZES).replace(fill="xla")),
+        ("fill", lambda: LLM.from_model(*students, **tiny.SIZES).replace(kernels="fill=xla")),
     ):
         with pytest.raises(UsageError, match=name):
             asked()
-    for asked in ({"fill": "xla"}, {"kernels": "fill=xla"}):
-        assert make("swiftkv", **asked).settings.fill == "xla"
+    assert make("swiftkv", kernels="fill=xla").settings.implementations == {"fill": "xla"}
 
 
 def test_ids_that_the_auxiliary_has_no_embedding_of_are_refused():
