@@ -8,7 +8,6 @@ and its arrays, which are small, and the others call the same method.
 import contextlib
 import functools
 import itertools
-import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.sharding import Mesh
 
 from swiftkv_jax.common.errors import UsageError
@@ -119,42 +119,24 @@ def repeated(method: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def pack(name: str, args: tuple) -> bytes:
-    """One call as bytes: a line of JSON that says what the arguments are, then their arrays' bytes."""
-    arrays: list[np.ndarray] = []
+    """One call as bytes, in MessagePack as flax writes it."""
 
-    def encoded(value: Any) -> Any:
-        if isinstance(value, _PLAIN):
-            return value
+    def plain(value: Any) -> Any:
         if type(value) in _KINDS.values():
             fields = value if isinstance(value, Mode) else jax.tree.leaves(value)
-            return [type(value).__name__, *map(encoded, fields)]
-        array = np.asarray(value)
-        arrays.append(array)
-        return [array.dtype.name, array.shape]
+            return [type(value).__name__, *map(plain, fields)]
+        return value if isinstance(value, _PLAIN) else np.asarray(value)
 
-    head = json.dumps([name, *map(encoded, args)]).encode()
-    body = b"".join(array.tobytes() for array in arrays)
+    body = msgpack_serialize([name, *map(plain, args)])
     packed = len(body) > _SMALL
-    return b"%c%s\n%s" % (packed, head, zlib.compress(body, 1) if packed else body)
+    return bytes([packed]) + (zlib.compress(body, 1) if packed else body)
 
 
 def unpack(message: bytes) -> tuple[str, list]:
     """(method, arguments) of what `pack` made."""
-    head, _, body = message[1:].partition(b"\n")
-    buffer, offset = zlib.decompress(body) if message[0] else body, 0
 
     def meant(value: Any) -> Any:
-        nonlocal offset
-        if not isinstance(value, list):
-            return value
-        kind, *fields = value
-        if kind in _KINDS:
-            return _KINDS[kind](*map(meant, fields))
-        dtype, (shape,) = np.dtype(kind), fields
-        count = int(np.prod(shape))
-        array = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
-        offset += array.nbytes
-        return array.copy()  # in the message it may be unaligned
+        return _KINDS[value[0]](*map(meant, value[1:])) if isinstance(value, list) else value
 
-    name, *args = json.loads(head)
+    name, *args = msgpack_restore(zlib.decompress(message[1:]) if message[0] else message[1:])
     return name, [meant(value) for value in args]
