@@ -8,23 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_jax.common.checks import above, choice, type_of
-from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.errors import Parser, UsageError
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 
 DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
-_TEXTS = {  # flag: (metavar, help)
-    "served-model-name": ("NAME", "the model's name in the API (default: the folder's)"),
-    "compare": ("DIR", "a second model beside the first; the page at / shows both"),
-    "api-key-file": ("FILE", "API keys, one per line; unlike --api-key, not visible in `ps`"),
-    "metrics-key-file": ("FILE", "file with a key for /metrics; needed if there are several API keys"),
-}
-_SWITCHES = {
-    "insecure": "accept calls from other machines without a key",
-    "no-warm-up": "compile on first use: the first requests are slow",
-    "show-template": "show the chat template in /tokenizer_info",
-}
 _QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
     "max-queued-requests": f"requests that may wait (default {QUEUED_REQUESTS})",
     "max-queued-tokens": "prompt tokens that may wait (default: 64 steps' worth)",
@@ -68,21 +57,24 @@ def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
     group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text.format(field.default))
 
 
-def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
+def add_flags(parser: Parser, shown: bool) -> None:
     """Add the group "server"; unless `shown`, --help lists only --http."""
-    p = parser.add_argument_group("server")
-    text = f"serve OpenAI's API (default {DEFAULT}); see --http --help"
-    p.add_argument("--http", nargs="?", const=DEFAULT, metavar="HOST:PORT", help=text)
-    if not shown:
-        p = Hidden(parser)
-    for flag, (metavar, text) in _TEXTS.items():
-        p.add_argument(f"--{flag}", metavar=metavar, help=text)
-    text = "API key for all routes but /health and /ready; may be repeated"
-    p.add_argument("--api-key", action="append", metavar="KEY", help=text)
-    for flag, text in _SWITCHES.items():
-        p.add_argument(f"--{flag}", action="store_true", help=text)
-    text = "status of refusals: 429, 503 or 529 (default: by reason)"
-    p.add_argument("--busy-status", type=int, metavar="N", help=text)
+    group = parser.add_argument_group("server")
+    about = f"serve OpenAI's API (default {DEFAULT}); see --http --help"
+    parser.flag("--http HOST:PORT", about, group, nargs="?", const=DEFAULT)
+    p = group if shown else Hidden(parser)
+    parser.flag("--served-model-name NAME", "the model's name in the API (default: the folder's)", p)
+    parser.flag("--compare DIR", "a second model beside the first; the page at / shows both", p)
+    about = "API keys, one per line; unlike --api-key, not visible in `ps`"
+    parser.flag("--api-key-file FILE", about, p)
+    about = "file with a key for /metrics; needed if there are several API keys"
+    parser.flag("--metrics-key-file FILE", about, p)
+    about = "API key for all routes but /health and /ready; may be repeated"
+    parser.flag("--api-key KEY", about, p, action="append")
+    parser.flag("--insecure", "accept calls from other machines without a key", p)
+    parser.flag("--no-warm-up", "compile on first use: the first requests are slow", p)
+    parser.flag("--show-template", "show the chat template in /tokenizer_info", p)
+    parser.flag("--busy-status N", "status of refusals: 429, 503 or 529 (default: by reason)", p, type=int)
     for flag, text in _QUEUES.items():
         add_flag(p, flag, Settings, text)
     for flag, (name, text) in _LIMITS.items():

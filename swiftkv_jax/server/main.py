@@ -38,14 +38,6 @@ from swiftkv_jax.server.jobs import (
 from swiftkv_jax.server.settings import TELL_S, HttpSettings
 
 _DEMO = DEMO / "teacher"
-_MODEL = {  # flag: (metavar, help)
-    "model": ("DIR", "folder or hub id (default: the demo's teacher)"),
-    "base": ("DIR", "base model of a KV prediction adapter, if it has moved"),
-}
-_FILES = {  # likewise, of a batch
-    "input": ("FILE", ".jsonl of {prompt | messages | audio}, .txt, or - for stdin"),
-    "output": ("FILE", ".jsonl, or - for stdout (default: readable text on stdout)"),
-}
 _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defaults
     "max-model-len": "context length in tokens (default: the model's)",
     "max-source-len": "most positions that an encoder reads (default: its context)",
@@ -81,31 +73,28 @@ def build_parser(server: bool = True) -> Parser:
         '{"prompt": "...", "seed": 9}.',
         allow_abbrev=False,
     )
-    for group, flags in ((p, _MODEL), (http.Hidden(p) if server else p, _FILES)):
-        for flag, (metavar, text) in flags.items():
-            group.add_argument(f"--{flag}", metavar=metavar, help=text)
     batch = http.Hidden(p) if server else p
-    batch.add_argument("--resume", action="store_true", help="finish the --output of an interrupted run")
-    batch.add_argument("--skip-bad-lines", action="store_true", help="skip invalid input lines")
-    p.add_argument("--quiet", action="store_true", help="print only errors to stderr")
-    text = "one model over all processes of a launcher (off: --no-distributed)"
-    p.add_argument("--distributed", action="store_true", default=None, help=text)
-    options = {"action": "store_false", "default": None, "help": argparse.SUPPRESS}
-    p.add_argument("--no-distributed", dest="distributed", **options)
+    p.flag("--model DIR", "folder or hub id (default: the demo's teacher)")
+    p.flag("--base DIR", "base model of a KV prediction adapter, if it has moved")
+    p.flag("--input FILE", ".jsonl of {prompt | messages | audio}, .txt, or - for stdin", batch)
+    p.flag("--output FILE", ".jsonl, or - for stdout (default: readable text on stdout)", batch)
+    p.flag("--resume", "finish the --output of an interrupted run", batch)
+    p.flag("--skip-bad-lines", "skip invalid input lines", batch)
+    p.flag("--quiet", "print only errors to stderr")
+    about = "one model over all processes of a launcher"
+    p.flag("--distributed", about, action=argparse.BooleanOptionalAction)
     sampling = p.add_argument_group("sampling")
     for flag, text in _SAMPLING.items():
         http.add_flag(sampling, flag, SamplingParams, text)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; may be repeated")
-    text = "line i samples with seed N + i (default 0)"
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help=text)
+    p.flag("--stop TEXT", "stop before TEXT; may be repeated", sampling, action="append")
+    p.flag("--seed N", "line i samples with seed N + i (default 0)", sampling, type=int, default=0)
     engine = p.add_argument_group("engine")
-    text = "auto, float32, bfloat16 or float16 (default: the checkpoint's)"
-    engine.add_argument("--dtype", default="auto", help=text)
-    text = "devices to split the heads over (default 1)"
-    engine.add_argument("--tensor-parallel-size", type=int, metavar="N", help=text)
-    engine.add_argument("--mesh", metavar="AXES", help="mesh over all devices, such as fsdp=2,tensor=4")
-    text = "off: serve a Slim attention --model as keys and values (default on)"
-    engine.add_argument("--slim", default="on", metavar="on|off", help=text)
+    about = "auto, float32, bfloat16 or float16 (default: the checkpoint's)"
+    p.flag("--dtype D", about, engine, default="auto")
+    p.flag("--tensor-parallel-size N", "devices to split the heads over (default 1)", engine, type=int)
+    p.flag("--mesh AXES", "mesh over all devices, such as fsdp=2,tensor=4", engine)
+    about = "off: serve a Slim attention --model as keys and values (default on)"
+    p.flag("--slim on|off", about, engine, default="on")
     for flag, text in _ENGINE.items():
         http.add_flag(engine, flag, Settings, text)
     http.add_flags(p, server)

@@ -145,11 +145,11 @@ def build_parser() -> Parser:
     p = serving.build_parser()
     p.usage = "%(prog)s [--model DIR] [--replicas N] [--http HOST:PORT] [flags of serve.py --http]"
     group = p.add_argument_group("ray")
-    group.add_argument("--replicas", type=int, default=2, metavar="N", help="servers (default 2)")
-    group.add_argument("--num-cpus", type=float, default=1.0, metavar="X", help="for each (default 1)")
-    group.add_argument("--num-gpus", type=float, default=0.0, metavar="X", help="for each (default 0)")
-    text = "address of a Ray cluster: HOST:PORT, or auto for this machine's (default local: a new cluster)"
-    group.add_argument("--ray-address", default="local", metavar="X", help=text)
+    p.flag("--replicas N", "servers (default 2)", group, type=int, default=2)
+    p.flag("--num-cpus X", "for each (default 1)", group, type=float, default=1.0)
+    p.flag("--num-gpus X", "for each (default 0)", group, type=float, default=0.0)
+    about = "address of a Ray cluster: HOST:PORT, or auto for this machine's (default local: a new cluster)"
+    p.flag("--ray-address X", about, group, default="local")
     p.set_defaults(http=flags.DEFAULT)
     return p
 
