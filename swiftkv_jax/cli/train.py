@@ -24,9 +24,9 @@ class FieldsParser(Parser):
     """Parser of a command with --set, whose --help ends with the fields that it takes."""
 
     def format_help(self) -> str:
-        from swiftkv_jax.distill.fields import summary
+        from swiftkv_jax.distill.fields import table
 
-        return f"{super().format_help()}\n{summary()}"
+        return f"{super().format_help()}\nfields of the config; change one by --set NAME=VALUE:\n{table()}\n"
 
 
 def parser() -> Parser:

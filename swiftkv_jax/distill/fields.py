@@ -53,26 +53,17 @@ def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, st
 
 
 def table(under: str = "") -> str:
-    """Every field, or those whose names begin with `under`, with type, default and meaning, as text."""
+    """Every field, or those whose names begin with `under`, with meaning, type and default, as text."""
     chosen = [row for row in rows() if f"{row[0]}.".startswith(f"{under}.") or not under]
     if not chosen:
         known = {part for name, *_ in rows() for part in (name, name.partition(".")[0])}
         raise UsageError(f"no field {under!r}{suggest(under, known)}; --fields alone lists all")
     lines = []
     for name, kind, default, meaning in chosen:
-        lines.append(f"{name}  {kind}, {default if default == 'required' else f'default {default}'}")
-        lines += textwrap.wrap(meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def summary() -> str:
-    """Every field with its meaning and default, for --help."""
-    lines = ["fields of the config, with defaults; change one by --set NAME=VALUE:"]
-    for name, _, default, meaning in rows():
-        text = f"{meaning.rstrip('.')} [{default}]"
+        text = f"{meaning.rstrip('.')} [{kind}, {default}]"
         start = f"  {name}".ljust(_COLUMN)
         lines += textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=" " * _COLUMN)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def override(config: _Config, assignments: Sequence[str], under: str = "") -> _Config:
