@@ -18,17 +18,12 @@ from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.followers import Single
 from swiftkv_jax.engine.pages import Pages
-from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Request, RequestOutput
 from swiftkv_jax.engine.runner import DecodeLaunch, Runner, StepLaunch, new_cache
 from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.engine.warm import WarmUp
-
-
-class Overloaded(RuntimeError):
-    """The queue is full: come back later."""
 
 
 @dataclasses.dataclass
@@ -223,9 +218,6 @@ class Engine:
                 raise UsageError(f"{size}; the cache has {pages}: raise num_pages, or lower max_tokens")
             if request.request_id in self._groups:
                 raise UsageError(f"request_id {request.request_id!r} is in use")
-        coming = sum(map(Demand.of, requests), Demand())
-        if why := self.scheduler.waiting.demand.crowds_out(coming, self.settings.queue):
-            raise Overloaded(why)
         groups = []
         for request in requests:
             self.probe("admit", request.request_id)

@@ -193,7 +193,7 @@ class LLM:
         other.defaults = defaults or self.defaults
         check_names(settings)
         wanted = dataclasses.replace(self.settings, **settings)
-        if "num_pages" not in settings and not all(name.startswith("max_queued_") for name in settings):
+        if settings and "num_pages" not in settings:
             wanted = dataclasses.replace(wanted, num_pages=self._num_pages)
         check_fill(self.model, **settings)
         if "max_model_len" in settings:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 import typing
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,6 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted, cached, transformers
 from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.engine.loop import Exits
-from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.score import SHORTEST, scores
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import PLATFORM_OF, ByKind, UnsupportedError
@@ -117,9 +115,6 @@ class Settings(Checked):
         sequence is preempted. Slower. False: rounding may depend on the batch.
       exit_threshold: an exit-head token with a higher probability than this is accepted without verification
         (SwiftKV paper, B.4: 0.95). Lossy: such tokens are not always the model's. None: off.
-      max_queued_requests: most sequences that may wait; a request above it is refused. None: no limit.
-      max_queued_tokens: most prompt tokens that may wait, likewise.
-      max_queued_output_tokens: most tokens that waiting requests may generate (`max_tokens`), likewise.
     """
 
     max_model_len: Count
@@ -137,9 +132,6 @@ class Settings(Checked):
     drafter: Annotated[str, one_of(*DRAFTERS)] = "prompt"
     exit_threshold: Annotated[float | None, partial(number, least=0, most=1)] = None
     batch_invariant: Flag = False
-    max_queued_requests: Limit = None
-    max_queued_tokens: Limit = None
-    max_queued_output_tokens: Limit = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -149,12 +141,6 @@ class Settings(Checked):
     @property
     def pages_per_sequence(self) -> int:
         return -(-self.max_model_len // self.page_size)
-
-    @property
-    def queue(self) -> Demand:
-        """The limits of the waiting queue."""
-        bounds = (self.max_queued_requests, self.max_queued_tokens, self.max_queued_output_tokens)
-        return Demand(*(sys.maxsize if bound is None else bound for bound in bounds))
 
     @property
     def implementations(self) -> dict[str, str]:

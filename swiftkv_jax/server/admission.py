@@ -63,10 +63,13 @@ class Admission:
 
     def __init__(self, engine: Settings, limits: HttpSettings, refused: Callable[[str], None]):
         """`refused` is called with the reason of every temporary refusal."""
-        self._engine, self._limits, self._refused = engine, limits, refused
+        self._limits, self._refused, context = limits, refused, engine.max_model_len
+        tokens = limits.max_queued_tokens or max(64 * engine.max_num_batched_tokens, 4 * context)
+        output_tokens = limits.max_queued_output_tokens or 64 * context
+        self._most = most = Demand(limits.max_queued_requests, tokens, output_tokens)
         # The most that one key may have: sequences that run or wait, and tokens of those that wait. With two
         # or more keys it is half of the total, so that no key alone can keep the others out.
-        self._share, most = Demand(*[sys.maxsize] * 3), engine.queue
+        self._share = Demand(*[sys.maxsize] * 3)
         if len(limits.api_keys) > 1:
             places = (most.sequences + engine.max_num_seqs) // 2
             self._share = Demand(max(1, places), most.tokens // 2, most.output_tokens // 2)
@@ -91,7 +94,7 @@ class Admission:
 
     def check(self, tenant: str, demand: Demand) -> None:
         """Check that there is room for `demand`."""
-        most, share = self._engine.queue, self._share
+        most, share = self._most, self._share
         fits = min(self._limits.max_sequences, most.sequences, share.sequences)
         if demand.sequences > fits:
             raise ApiError(400, f"n times prompts is {demand.sequences}; at most {fits} may be", "n")
@@ -105,6 +108,12 @@ class Admission:
             raise self._above_share(f"of this key, {why}")
         if why := sum((ticket.demand for ticket in coming), load.queued).crowds_out(demand, most):
             raise self.refuse("queue", self.full(why))
+
+    def update(self, ticket: Ticket, demand: Demand) -> None:
+        """Replace the estimate of an admitted call's tokens; `ticket` keeps its places."""
+        ticket.demand = Demand()
+        self.check(ticket.tenant, dataclasses.replace(demand, sequences=0))
+        ticket.demand = demand
 
     def admit_reader(self, tenant: str) -> Ticket:
         """Admit a call that needs only the tokenizer; at most `max_sequences` of them are here at a time."""

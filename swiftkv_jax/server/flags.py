@@ -9,17 +9,16 @@ from typing import Any
 
 from swiftkv_jax.common.checks import above, choice, type_of
 from swiftkv_jax.common.errors import Parser, UsageError
-from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 
 DEFAULT = "127.0.0.1:8000"
-QUEUED_REQUESTS = 256
-_QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
-    "max-queued-requests": f"requests that may wait (default {QUEUED_REQUESTS})",
-    "max-queued-tokens": "prompt tokens that may wait (default: 64 steps' worth)",
-    "max-queued-output-tokens": "output tokens of waiting requests (default: 64 contexts)",
-}
 _LIMITS = {  # flag: (field of HttpSettings, help)
+    "max-queued-requests": ("max_queued_requests", "requests that may wait (default {})"),
+    "max-queued-tokens": ("max_queued_tokens", "prompt tokens that may wait (default: 64 steps' worth)"),
+    "max-queued-output-tokens": (
+        "max_queued_output_tokens",
+        "output tokens of waiting requests (default: 64 contexts)",
+    ),
     "shutdown-timeout": ("shutdown_s", "seconds for running requests to finish on SIGTERM (default {:g})"),
     "queue-timeout": ("queue_timeout_s", "seconds that a request may wait in the queue (default {:g})"),
     "max-requests-per-key": (
@@ -75,8 +74,6 @@ def add_flags(parser: Parser, shown: bool) -> None:
     parser.flag("--no-warm-up", "compile on first use: the first requests are slow", p)
     parser.flag("--show-template", "show the chat template in /tokenizer_info", p)
     parser.flag("--busy-status N", "status of refusals: 429, 503 or 529 (default: by reason)", p, type=int)
-    for flag, text in _QUEUES.items():
-        add_flag(p, flag, Settings, text)
     for flag, (name, text) in _LIMITS.items():
         add_flag(p, flag, HttpSettings, text, name)
 
@@ -116,7 +113,7 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
     if not is_loopback(host) and not keys and not args.insecure:
         advice = "pass --api-key KEY or --api-key-file FILE, listen on 127.0.0.1, or pass --insecure"
         raise UsageError(f"{host} can be reached by others and no key is set: {advice}")
-    given = {flag: getattr(args, flag.replace("-", "_")) for flag in (*_LIMITS, *_QUEUES)}
+    given = {flag: getattr(args, flag.replace("-", "_")) for flag in _LIMITS}
     for flag, value in given.items():
         if isinstance(value, int | float):
             above(f"--{flag}", value, 0)
@@ -141,16 +138,6 @@ def model_name(folder: str) -> str:
     """A folder's name; for `runs/mine/export`, where training puts a student, that of the run."""
     path = Path(folder)
     return (path.parent.name if path.name == "export" else path.name) or "model"
-
-
-def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:
-    """The engine settings that limit the queue. `budget`: tokens per step. One whole context may always
-    wait."""
-    return {
-        "max_queued_requests": args.max_queued_requests or QUEUED_REQUESTS,
-        "max_queued_tokens": args.max_queued_tokens or max(64 * budget, 4 * context),
-        "max_queued_output_tokens": args.max_queued_output_tokens or 64 * context,
-    }
 
 
 def _file_keys(kind: str, path: str | None) -> list[str]:

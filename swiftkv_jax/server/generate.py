@@ -119,7 +119,7 @@ class Generator:
             ticket = stack.enter_context(self.service.admit(call.tenant, guess))
             total = sum(map(size, call.prompts))
             requests = await self.service.encode(call.tenant, total, lambda: make_requests(self.llm, call))
-            ticket.demand = sum(map(Demand.of, requests), Demand())
+            self.service.admission.update(ticket, sum(map(Demand.of, requests), Demand()))
             record.prompt = sum(len(request.token_ids) for request in requests)
             openings = await self._openings(call, requests)
             stream = None

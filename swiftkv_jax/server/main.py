@@ -264,24 +264,24 @@ def _leading(llm) -> Iterator[None]:
 
 
 def _loaded(args: argparse.Namespace, folders: dict[str, str | None], flags: dict) -> dict:
-    """The LLMs of a server, by name, each with a bounded queue; None is --model, or the demo's."""
+    """The LLMs of a server, by name; None is --model, or the demo's."""
     for folder in folders.values() if len(folders) > 1 else ():  # for all, before the first takes the device
         _choose(args, folder)
     llms = {name: _load(args, folder) for name, folder in folders.items()}
     share = len(llms) if args.num_pages is None else 1
-    return {name: for_server(llm, args, flags, share) for name, llm in llms.items()}
+    return {name: for_server(llm, flags, share) for name, llm in llms.items()}
 
 
-def for_server(llm, args: argparse.Namespace, flags: dict, share: int):
-    """`llm` with the server's queue and defaults. Its cache takes one of `share` parts of the device memory
-    that the weights of all models leave."""
-    settings = http.queue_bounds(args, llm.settings.max_num_batched_tokens, llm.settings.max_model_len)
+def for_server(llm, flags: dict, share: int):
+    """`llm` with the server's defaults. Its cache takes one of `share` parts of the device memory that the
+    weights of all models leave."""
+    settings = {}
     if share > 1:
         device, used = llm.devices[0], 0.0
         if "bytes_limit" in (stats := device.memory_stats() or {}):
             used = share_of(device) * stats["bytes_in_use"] / stats["bytes_limit"]
         part = used + (llm.settings.memory_fraction - used) / share
-        settings |= {"memory_fraction": part}
+        settings["memory_fraction"] = part
     return llm.replace(llm.defaults.updated(flags), **settings)
 
 

@@ -158,8 +158,7 @@ def application(args: argparse.Namespace, environment: Mapping[str, str]):
     """Ray Serve's application of `args`; its replicas have `environment` besides their machines' own."""
     serve = _ray("ray.serve")
     settings, _ = serving.server_settings(args, None)
-    lanes = args.max_num_seqs or Settings.max_num_seqs
-    most = lanes + (args.max_queued_requests or flags.QUEUED_REQUESTS)
+    most = (args.max_num_seqs or Settings.max_num_seqs) + settings.max_queued_requests
     replicas = serve.deployment(
         name="Replica",
         num_replicas=args.replicas,

@@ -23,7 +23,7 @@ from functools import partial
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.processes import PeerLost
 from swiftkv_jax.engine import score
-from swiftkv_jax.engine.engine import Engine, Group, Overloaded
+from swiftkv_jax.engine.engine import Engine, Group
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Logprob, Request
@@ -309,8 +309,6 @@ class Service:
             self._streams |= dict.fromkeys(stream.numbers, stream)
         except ApiError as error:
             answer = error
-        except Overloaded as error:
-            answer = self.admission.refuse("queue", self.admission.full(str(error)))
         except UsageError as error:
             answer = ApiError(400, str(error), "prompt", "context_length_exceeded")
         except Exception:

@@ -22,6 +22,9 @@ class HttpSettings(Checked):
       max_headers, max_header_bytes, header_timeout_s: of one request's head.
       max_connections: open at once. max_requests_per_key: running or waiting, each completion counted; None:
         with two keys or more, half of all places, else no cap.
+      max_queued_requests, max_queued_tokens, max_queued_output_tokens: completions that may wait, tokens of
+        their prompts, and tokens that they may generate. None: 64 full steps, or four contexts if that is
+        more; and 64 contexts.
       queue_status, key_status: of the refusal when the queue is full, and when a key has used its share.
       linger_s: how long a client may keep sending, unread, after its incomplete request was refused.
       write_timeout_s: a client that does not read its answer for so long is cut off.
@@ -49,6 +52,9 @@ class HttpSettings(Checked):
     header_timeout_s: float = 10.0
     max_connections: int = 1024
     max_requests_per_key: int | None = None
+    max_queued_requests: int = 256
+    max_queued_tokens: int | None = None
+    max_queued_output_tokens: int | None = None
     queue_status: Annotated[int, one_of(*REFUSALS)] = 503
     key_status: Annotated[int, one_of(*REFUSALS)] = 429
     linger_s: float = 5.0

@@ -11,7 +11,6 @@ from tiny_engine import GREEDY, LENGTHS, SIZES, all_free, definition, make, mode
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine import engine as engine_module
-from swiftkv_jax.engine.engine import Overloaded
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 
@@ -277,24 +276,15 @@ def test_bad_settings_are_refused(changes):
         make(**changes)
 
 
-def test_full_queues_take_all_or_none():
-    llm = make(max_queued_requests=2, max_queued_tokens=20)
-    llm.engine.add(llm.request([1] * 15, GREEDY))
-    with pytest.raises(Overloaded, match="tokens"):
-        llm.engine.add(llm.request([1] * 6, GREEDY))
-    llm.engine.add(llm.request([1], GREEDY))
-    with pytest.raises(Overloaded, match="requests"):
-        llm.engine.add(llm.request([1], GREEDY))
-    llm = make(max_queued_requests=4, max_queued_tokens=20, max_queued_output_tokens=20)
-    whole = [llm.request([1] * 15, GREEDY) for _ in range(3)]
-    with pytest.raises(Overloaded):
-        llm.engine.add(*whole, llm.request([1], dataclasses.replace(GREEDY, n=2)))
-    assert not llm.engine.busy and not llm.engine.groups, "all or none"
+def test_requests_are_added_all_or_none():
+    llm = make()
+    first, second = (llm.request([1] * 15, GREEDY) for _ in range(2))
+    llm.engine.add(first)
     with pytest.raises(UsageError, match="in use"):
-        llm.engine.add(whole[0])
-        llm.engine.add(whole[1], whole[0])
-    llm.engine.abort(whole[0].request_id)
+        llm.engine.add(second, first)
+    assert list(llm.engine.groups) == [first.request_id]
+    llm.engine.abort(first.request_id)
     llm.engine.step()
-    llm.engine.add(*whole)  # more tokens than may wait, to read and to generate, and nobody waits
+    llm.engine.add(first, second)
     with pytest.raises(UsageError, match="max_tokens"):
         make(num_pages=8).request([1] * 60, dataclasses.replace(GREEDY, max_tokens=5))

@@ -99,9 +99,9 @@ def test_requests_without_a_seed_differ_and_a_new_llm_repeats_them():
 def test_a_replaced_llm_shares_weights_and_leaves_the_first_as_it_was():
     first = make()
     before, engine = first.settings, first.engine
-    other = first.replace(GREEDY, max_num_seqs=1, max_queued_requests=3, num_pages=None)
+    other = first.replace(GREEDY, max_num_seqs=1, steps_per_launch=3, num_pages=None)
     assert first.settings == before and first.engine is engine and other.engine is not engine
-    assert (other.settings.max_num_seqs, other.settings.max_queued_requests, other.defaults) == (1, 3, GREEDY)
+    assert (other.settings.max_num_seqs, other.settings.steps_per_launch, other.defaults) == (1, 3, GREEDY)
     assert other.settings.num_pages == other.settings.pages_per_sequence
     pairs = zip(jax.tree.leaves(first.params), jax.tree.leaves(other.params), strict=True)
     assert all(a is b for a, b in pairs)

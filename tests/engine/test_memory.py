@@ -104,7 +104,7 @@ def test_changed_settings_resize_the_pool_unless_num_pages_is_given():
     assert llm.settings.num_pages == 4 * 8  # of 8 tokens, for 4 sequences of 64
     assert llm.replace(max_num_seqs=2).settings.num_pages == 2 * 8
     assert llm.replace(page_size=7).settings.num_pages == 4 * 10
-    assert llm.replace(max_queued_requests=9).settings.num_pages == 4 * 8
+    assert llm.replace(tiny.GREEDY).settings.num_pages == 4 * 8
     asked = tiny.make("standard", num_pages=20)
     assert asked.replace(max_num_seqs=2).settings.num_pages == 20
     assert asked.replace(num_pages=30).settings.num_pages == 30

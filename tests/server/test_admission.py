@@ -57,8 +57,11 @@ def test_requested_output_tokens_count_in_the_queue():
     What is refused for it was not read first.
     """
     tokenizer = Counting()
-    llm = make_llm(tokenizer, max_num_seqs=1, max_queued_output_tokens=100)
-    with Running(llm, warm_up=False) as server, held_up(server, max_tokens=20, n=2):
+    llm = make_llm(tokenizer, max_num_seqs=1)
+    with (
+        Running(llm, warm_up=False, max_queued_output_tokens=100) as server,
+        held_up(server, max_tokens=20, n=2),
+    ):
         demand = server.engine.scheduler.waiting.demand
         assert (demand.sequences, demand.output_tokens) == (2, 40)
         for asked in (
@@ -81,8 +84,8 @@ def test_requested_output_tokens_count_in_the_queue():
 
 def test_tokens_are_counted_once_they_are_known():
     """The text fits by the first estimate of four bytes per token; the tokenizer makes one of each byte."""
-    llm = make_llm(max_num_seqs=1, max_queued_tokens=60)
-    with Running(llm, warm_up=False) as server, held_up(server, prompt="a" * 20):
+    llm = make_llm(max_num_seqs=1)
+    with Running(llm, warm_up=False, max_queued_tokens=60) as server, held_up(server, prompt="a" * 20):
         refused = post(server, "one", prompt="b" * 50, max_tokens=1)
         assert refused.status_code == 503 and refused.headers["retry-after"] and error_of(refused)
         with connect(server) as caller:
@@ -94,8 +97,9 @@ def test_tokens_are_counted_once_they_are_known():
 def test_with_several_keys_none_can_take_every_place(keys):
     """By default half of all places is the most that one key may have; an only key may have all."""
     several = len(keys) > 1
-    llm = make_llm(max_num_seqs=1, max_queued_requests=5)  # six places
-    with Running(llm, warm_up=False, api_keys=keys) as server, contextlib.ExitStack() as stack:
+    llm = make_llm(max_num_seqs=1)
+    limits = {"max_queued_requests": 5, "api_keys": keys}  # six places
+    with Running(llm, warm_up=False, **limits) as server, contextlib.ExitStack() as stack:
         stack.enter_context(held_up(server))
         queue = server.engine.scheduler.waiting
         for waiting in range(1, 2 if several else 5):
@@ -115,8 +119,9 @@ def test_a_key_has_half_of_what_may_wait(bound):
     """One key's long texts, or long answers, leave room for another's."""
     body = {"prompt": "a" * 20, "max_tokens": 1} if bound == "max_queued_tokens" else {"max_tokens": 20}
     twice = {name: value * 2 for name, value in body.items()}
-    llm = make_llm(max_num_seqs=1, **{bound: 60})
-    with Running(llm, warm_up=False, api_keys=("one", "two")) as server, held_up(server, **body):
+    llm = make_llm(max_num_seqs=1)
+    limits = {bound: 60, "api_keys": ("one", "two")}
+    with Running(llm, warm_up=False, **limits) as server, held_up(server, **body):
         above = post(server, "one", **twice)
         assert above.status_code == 429 and error_of(above)["type"] == "rate_limit_error"
         with connect(server) as caller:
@@ -131,8 +136,9 @@ def test_waiting_and_refused_requests_are_counted():
     shutdown and start 503. What a key asks of the tokenizer is of its share.
     """
     tokenizer = Counting()
-    llm = make_llm(tokenizer, max_num_seqs=1, max_queued_requests=2, num_pages=16)
+    llm = make_llm(tokenizer, max_num_seqs=1, num_pages=16)
     keys = {"api_keys": ("one", "two"), "max_requests_per_key": 3, "queue_status": 529}
+    keys["max_queued_requests"] = 2
     with Running(llm, warm_up=False, **keys) as server, held_up(server, n=2):
         service = server.api.service
 

@@ -66,8 +66,7 @@ def test_host_and_port_are_parsed_from_every_spelling():
 
 def test_every_engine_setting_has_a_flag():
     flags = vars(build_parser().parse_args([]))
-    named = {"attention", "fill", "write", "scoring"}  # by --kernels
-    assert {f.name for f in dataclasses.fields(Settings)} - set(flags) == {"prefix_caching"} | named
+    assert {f.name for f in dataclasses.fields(Settings)} - set(flags) == {"prefix_caching"}
 
 
 def test_two_models_share_what_their_weights_leave_of_a_device():
@@ -84,8 +83,7 @@ def test_two_models_share_what_their_weights_leave_of_a_device():
             assert "num_pages" not in settings, "those that were asked for, or what the fraction leaves"
             return defaults.temperature, settings["memory_fraction"]
 
-    args = build_parser().parse_args(["--http", ":0"])
-    given = for_server(Loaded(), args, {"temperature": 0.5}, 2)
+    given = for_server(Loaded(), {"temperature": 0.5}, 2)
     assert given == (0.5, pytest.approx(0.3 + (0.9 - 0.3) / 2))
 
 
