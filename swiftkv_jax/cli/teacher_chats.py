@@ -15,14 +15,13 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, NamedTuple
-from urllib.parse import parse_qsl
 
 import jax
 
 from swiftkv_jax.checkpoint.adapter import fingerprint, local_folder
 from swiftkv_jax.cli.answering import LANES, answered
 from swiftkv_jax.common import checks
-from swiftkv_jax.common.errors import UsageError, explained, suggest
+from swiftkv_jax.common.errors import UsageError, explained
 from swiftkv_jax.common.progress import Doing, Say, show, working
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill.answers import asked_of
@@ -30,6 +29,7 @@ from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.data import files
 from swiftkv_jax.distill.data.forms import BadRow, parse_row
 from swiftkv_jax.distill.data.sources import SELF, kept_at
+from swiftkv_jax.distill.fields import override
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.text.tokenizer import load_tokenizer
@@ -97,18 +97,8 @@ def chats_of(model: str, source: str, say: Say = show) -> Path:
 
 def sampling_of(query: str, source: str) -> Sampling:
     """The sampling options after the question mark of a source."""
-    known = {field.name: type(field.default) for field in dataclasses.fields(Sampling)}
-    given = {}
-    for name, text in parse_qsl(query, keep_blank_values=True):
-        if name not in known:
-            near = suggest(name, known)
-            raise UsageError(f"{source}: no setting {name!r}{near}; known: {', '.join(known)}")
-        try:
-            given[name] = known[name](text)
-        except ValueError:
-            raise UsageError(f"{source}: {name} must be a number, not {text!r}") from None
     try:
-        return Sampling(**given)
+        return override(Sampling(), query.split("&") if query else [])
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
 

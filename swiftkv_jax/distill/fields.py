@@ -78,7 +78,7 @@ def override(config: _Config, assignments: Sequence[str], under: str = "") -> _C
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise UsageError(f"--set takes key=value, not {assignment!r}")
+            raise UsageError(f"a setting is key=value, not {assignment!r}")
         if not key.startswith(under):
             continue
         owner, inner, names = typing.cast(typing.Any, config), changes, key.removeprefix(under).split(".")
