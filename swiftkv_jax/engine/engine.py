@@ -33,10 +33,9 @@ class Stats:
     Attributes:
       prompt_seconds: of steps that read prompts. decode_seconds: of all others.
       prompt_survivors: prompt tokens that ran every layer, the last of each prompt.
-      auxiliary_tokens: prompt tokens that an auxiliary model read. auxiliary_bytes_per_token: the part of
-        `cache_bytes_per_token` that its rows take.
-      source_tokens: positions of sources that an encoder computed. source_cache_bytes: the size of their
-        pool. source_bytes_per_token: of one position in it.
+      auxiliary_tokens: prompt tokens that an auxiliary model read.
+      source_tokens: positions of sources that an encoder computed. source_bytes_per_token: of one of them in
+        their pool.
       decoded_steps: tokens that a row may have decoded in decode launches. decode_host_seconds: time of their
         steps that was not spent waiting for the device.
     """
@@ -58,9 +57,7 @@ class Stats:
     failed_requests: int = 0
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
-    auxiliary_bytes_per_token: int = 0
     source_tokens: int = 0
-    source_cache_bytes: int = 0
     source_bytes_per_token: int = 0
 
     def as_dict(self) -> dict[str, int | float]:
@@ -141,13 +138,10 @@ class Engine:
 
     def count_anew(self) -> None:
         pools, cross = self.runner.pools, self.runner.cache.cross
-        own, *auxiliary = (pool.bytes_per_token for pool in pools)
         self.stats = Stats(
-            source_cache_bytes=0 if cross is None else cross.nbytes,
             source_bytes_per_token=0 if cross is None else cross.bytes_per_token,
             cache_bytes=sum(pool.nbytes for pool in pools),
-            cache_bytes_per_token=own + sum(auxiliary),
-            auxiliary_bytes_per_token=sum(auxiliary),
+            cache_bytes_per_token=sum(pool.bytes_per_token for pool in pools),
         )
 
     def _start(self) -> None:

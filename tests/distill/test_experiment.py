@@ -182,7 +182,7 @@ def test_assignments_are_checked_together_in_any_order(tiny, together):
         (f"steps={'(' * 1000}", "steps must be int"),
         (f"seed={2**63}", "seed must be in"),
         ("remat=1", "remat must be bool"),
-        ("steps", "--set takes key=value"),
+        ("steps", "a setting is key=value"),
         ("trainable=qkv", "trainable must be one of"),
         ("optimizer.warmup=1.5", "warmup is a share"),
         ("optimizer.beta1=-0.1", "optimizer.beta1 must be at least 0"),

@@ -151,7 +151,6 @@ def test_bytes_of_both_pools_are_reported_separately():
     tiny.run(llm)
     runner = llm.engine.runner
     assert llm.stats["cache_bytes_per_token"] == own + auxiliary == llm.cache_bytes_per_token
-    assert llm.stats["auxiliary_bytes_per_token"] == auxiliary
     assert llm.stats["cache_bytes"] == sum(pool.nbytes for pool in runner.pools)
 
 
