@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.pools import quantise
+from swiftkv_jax.kernels.common.pools import encode
 
 
 class Pools(NamedTuple):
@@ -48,14 +48,11 @@ def store(pool, scales, filled, heads: int, rows: tuple[int, ...], names, live):
     dead = (jnp.arange(page) >= live[:, None])[..., None, None]
     filled = jnp.where(dead, 0, filled.reshape(-1, page, *filled.shape[1:]))
     filled = jnp.moveaxis(filled, 2, 0)  # F, pages, Z, E
-    if dtype.itemsize == 1:
-        split, factor = quantise(filled.reshape(*filled.shape[:3], heads, -1), dtype)
-        filled = split.reshape(filled.shape)
-        factor = jnp.swapaxes(factor, 2, 3).astype(jnp.float32)
+    split, factor = encode(filled.reshape(*filled.shape[:3], heads, -1), dtype)
     for i, row in enumerate(rows):
-        pool = pool.at[row, names].set(filled[i].astype(dtype), mode="drop")
-        if dtype.itemsize == 1:
-            scales = scales.at[row, names].set(factor[i], mode="drop")
+        pool = pool.at[row, names].set(split[i].reshape(filled.shape[1:]), mode="drop")
+        if factor is not None:
+            scales = scales.at[row, names].set(jnp.swapaxes(factor[i], 1, 2), mode="drop")
     return pool, scales
 
 
@@ -83,15 +80,12 @@ def finish_keys(k, gain, cos, sin, eps: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(*k.shape[:2], -1)
 
 
-def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps) -> Pools:
-    """As `api.fused_kv_fill`, in at least float32."""
+def fused_kv_fill(
+    x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps, make=rows_of
+) -> Pools:
+    """As `api.fused_kv_fill`, of what `make` makes: by default in at least float32."""
     heads = pools.k.shape[-1] // (2 * cos.shape[-1])
-    return put(rows_of(x, makers, cos, sin, heads, eps), pools, heads, rows, names, live)
-
-
-def put(made, pools: Pools, heads: int, rows: tuple[int, ...], names, live) -> Pools:
-    """The pools with the pages of keys and of values `made`, each [T, F, E]."""
-    k, v = made
+    k, v = make(x, makers, cos, sin, heads, eps)
     k, k_scale = store(pools.k, pools.k_scale, k, heads, rows, names, live)
     v, v_scale = store(pools.v, pools.v_scale, v, heads, rows, names, live)
     return Pools(k, v, k_scale, v_scale)

@@ -1,11 +1,11 @@
-"""The fill as XLA composes it: a matmul of the normalised stream, norm, rotary embedding and scatter."""
+"""The rows of the fill as XLA composes them: matmuls of the normalised stream, norm, rotary embedding."""
 
 import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.common.dispatch import device
 from swiftkv_jax.kernels.fused_kv_fill import reference
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
 
 
 def rows_of(x, makers: Makers, cos, sin, heads: int, eps: float) -> tuple[jax.Array, jax.Array]:
@@ -29,9 +29,3 @@ def rows_of(x, makers: Makers, cos, sin, heads: int, eps: float) -> tuple[jax.Ar
 
     k, v = project(makers.w_k, makers.b_k), project(makers.w_v, makers.b_v)
     return reference.finish_keys(k.reshape(*k.shape[:2], heads, -1), makers.k_norm, cos, sin, eps), v
-
-
-def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps) -> Pools:
-    """As `api.fused_kv_fill`."""
-    heads = pools.k.shape[-1] // (2 * cos.shape[-1])
-    return reference.put(rows_of(x, makers, cos, sin, heads, eps), pools, heads, rows, names, live)

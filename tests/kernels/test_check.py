@@ -21,7 +21,6 @@ from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.check.supervisor import Supervisor
 from swiftkv_jax.kernels.common.case import Call
 from swiftkv_jax.kernels.common.dispatch import Implementation
-from swiftkv_jax.kernels.fused_kv_fill import xla as fill_xla
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.k_cache_attention import xla as keys_xla
 from swiftkv_jax.kernels.k_cache_attention.api import K_CACHE, X_CACHE
@@ -416,12 +415,12 @@ def test_a_table_is_as_wide_as_the_engine_s():
 @pytest.mark.parametrize("stored", ["float32", "int8"])
 def test_a_fill_that_writes_other_pages_is_wrong(stored, monkeypatch):
     def straying(x, makers, cos, sin, pools, names, live, **options):
-        made = fill_xla.fused_kv_fill(x, makers, cos, sin, pools, names, live, **options)
+        made = FUSED_KV_FILL["xla"].run(x, makers, cos, sin, pools, names, live, **options)
         other = jnp.argmin(jnp.zeros(made.k.shape[1], bool).at[names].set(True, mode="drop"))
         return made._replace(v=made.v.at[0, other, 0, 0].add(1))
 
     def shifted(x, makers, cos, sin, pools, names, live, **options):
-        made = fill_xla.fused_kv_fill(x, makers, cos, sin, pools, names, live, **options)
+        made = FUSED_KV_FILL["xla"].run(x, makers, cos, sin, pools, names, live, **options)
         return made._replace(k=made.k.at[0, names[0]].set(0))
 
     for function in (straying, shifted):
