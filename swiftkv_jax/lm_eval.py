@@ -1,6 +1,6 @@
 """The `swiftkv` model for lm-eval, EleutherAI's evaluation harness: any of our checkpoints, in process.
 
-    python -m swiftkv_jax.lm_eval --model swiftkv --model_args pretrained=DIR,dtype=float32 --tasks hellaswag
+    swiftkv eval --model swiftkv --model_args pretrained=DIR,dtype=float32 --tasks hellaswag
 
 takes all arguments of `lm_eval`. To call lm-eval from Python, import this module: that registers the model.
 It reads the same tokens as lm-eval's own `hf` model, so that both give the same numbers:
@@ -19,9 +19,13 @@ give the same numbers, to the last bit: the server and this model call the same 
 """
 
 # pyright: reportMissingImports=false
-import sys
 import typing
 
+import lm_eval.models  # noqa: F401 (registers its own first: ours alone would look complete)
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
@@ -29,18 +33,6 @@ from swiftkv_jax.common.errors import UsageError, exit_code
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.text.tokenizer import Tokenizer
-
-try:
-    import lm_eval.models  # noqa: F401 (registers its own first: ours alone would look complete)
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    print(f"error: this needs {error.name}: pip install 'swiftkv-jax[eval]'", file=sys.stderr)
-    sys.exit(2)
 
 _CONTROL = ("do_sample", "until", "max_gen_toks")  # of a task's generation_kwargs: not for SamplingParams
 _Window = tuple[typing.Any, list[int], list[int]]  # cache key, context, continuation
@@ -201,7 +193,3 @@ def main() -> int:
     from lm_eval.__main__ import cli_evaluate
 
     return exit_code(cli_evaluate)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -288,32 +288,22 @@ class Output:
         they are. Without room for a second copy, the file stays as it was."""
         if self.file is None:
             return "they are not in a file"
+        draft = self.file.with_name(f".{self.file.name}.sorted")
         try:
-            self._sort(self.file)
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
-    def _sort(self, file: Path) -> None:
-        places, offset = [], 0
-        with file.open("rb") as written:
-            for line in written:
-                places.append((json.loads(line)["index"], offset))
-                offset += len(line)
-            if places == sorted(places):
-                return
-            draft = file.with_name(f".{file.name}.sorted")
-            try:
+            lines = self.file.read_bytes().splitlines(keepends=True)
+            in_order = sorted(lines, key=lambda line: json.loads(line)["index"])
+            if lines != in_order:
                 with draft.open("wb") as out:
-                    for _, offset in sorted(places):
-                        written.seek(offset)
-                        out.write(written.readline())
+                    out.writelines(in_order)
                     out.flush()
                     os.fsync(out.fileno())  # a crash of the machine leaves the old file or the new one
-                shutil.copymode(file, draft)
-                os.replace(draft, file)
-            finally:
-                draft.unlink(missing_ok=True)
+                shutil.copymode(self.file, draft)
+                os.replace(draft, self.file)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            draft.unlink(missing_ok=True)
+        return ""
 
     def close(self) -> None:
         if self._file is not sys.stdout:
