@@ -82,20 +82,14 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
     except Exception as error:  # also one of a client of Kubernetes
-        if not isinstance(error, ValueError) or "be defined" not in str(error):
-            why = f"a launcher was found, but not its processes: {first_line(error)}"
-            raise UsageError(f"{why}; --no-distributed runs this process alone") from error
-        if named:
-            advice = "Set JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or give --no-distributed"
-            raise UsageError(f"JAX_COORDINATOR_ADDRESS is set, but {error} {advice}") from None
-        if (many or 1) > 1:  # only Open MPI 4 says where process 0 is
-            missing = f"mpirun started {many} processes, but JAX does not find process 0"
-            advice = "set JAX_COORDINATOR_ADDRESS to its HOST:PORT, or give --no-distributed"
-            raise UsageError(f"{missing}: {advice}") from None
-        if wanted:
-            names = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-            advice = f"use SLURM, Open MPI or a Kubernetes JobSet, or set {names}"
-            raise UsageError(f"--distributed: JAX knows no launcher of this process: {advice}") from None
+        named_by = "JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        why = first_line(error)
+        if isinstance(error, ValueError) and "be defined" in why:
+            if not (wanted or named or (many or 1) > 1):
+                return
+            why = "JAX does not find the others by itself"  # of MPI, only Open MPI 4 says where process 0 is
+        advice = f"set {named_by}, or give --no-distributed"
+        raise UsageError(f"this process cannot join a run of several: {why}; {advice}") from error
     finally:
         late.cancel()
 

@@ -181,7 +181,7 @@ def test_with_no_distributed_a_process_ignores_its_launcher(environ, joined):
 @pytest.mark.parametrize("environ", [OPEN_MPI_5, HYDRA, MVAPICH2], ids=["Open MPI 5", "MPICH", "MVAPICH2"])
 def test_an_mpirun_that_does_not_say_where_process_0_is_is_refused(environ, joined):
     """Else each would be a run of its own, in the same folder."""
-    with pytest.raises(UsageError, match=r"mpirun started 4 processes.*set JAX_COORDINATOR_ADDRESS to its"):
+    with pytest.raises(UsageError, match="set JAX_COORDINATOR_ADDRESS"):
         joined(environ)
 
 
@@ -200,7 +200,7 @@ def test_kubernetes_is_not_queried_outside_an_indexed_job(environ, want, joined,
     config = types.SimpleNamespace(load_incluster_config=no_token)
     monkeypatch.setitem(sys.modules, "kubernetes", types.SimpleNamespace(config=config))
     assert (joined(environ) or [None] * 3)[2] == want
-    with pytest.raises(UsageError, match=r"not its processes: .*Service token file does not exist"):
+    with pytest.raises(UsageError, match="Service token file does not exist"):
         joined(INDEXED)
 
 
