@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             ledger.save(args.output, asked.values(), lines, head["date"])
             write_whole(args.output / "report.md", report.markdown(shape, head, asked, lines))
 
-        with supervisor:
+        with contextlib.closing(supervisor):
             where = supervisor.run(order.line("hardware", "hardware", {}))
             if where["status"] != "done" or (not tiny and where["platform"] == "cpu"):
                 print("no GPU is found here: nothing was measured; --shape tiny tries the lines on a CPU")

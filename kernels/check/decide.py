@@ -106,7 +106,8 @@ def decide(
         package = Path(spec.origin).parents[1] if spec and spec.origin else None  # searched first by `-m`
         how = {"tell": _LOG.info, "folder": package}
         supervisor = Supervisor(command, lambda: file.write(results), limits.total, **how)
-        results = stack.enter_context(supervisor).results
+        stack.callback(supervisor.close)
+        results = supervisor.results
         results |= _without(kept.get("results", {}), "skipped", "not started")
         for result in results.values():
             if result["status"] == "running":

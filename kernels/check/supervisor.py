@@ -94,12 +94,6 @@ class Supervisor:
         self._process: subprocess.Popen | None = None
         self._key: tuple = ()
 
-    def __enter__(self) -> "Supervisor":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     @property
     def left(self) -> float:
         """Seconds left."""

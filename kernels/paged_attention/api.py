@@ -16,7 +16,7 @@ PAGED_ATTENTION = {
     "native_cpu": Implementation(native_cpu.paged_attention, native_cpu.refuses),
     "pallas_tpu": Implementation(pallas_tpu.paged_attention, pallas_tpu.refuses),
     "pallas_gpu": Implementation(pallas_gpu.paged_attention, pallas_gpu.refuses),
-    "cudnn": Implementation(functools.partial(jax_nn.paged_attention, by="cudnn"), jax_nn.refuses_cudnn),
+    "cudnn": Implementation(jax_nn.paged_attention, jax_nn.refuses_cudnn),
 }
 
 

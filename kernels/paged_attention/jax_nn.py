@@ -8,7 +8,7 @@ cuDNN's can be neither compiled nor run without a GPU; tests check only that its
 H200 it was right, and 9 to 41 times as fast as XLA's.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,11 @@ from swiftkv_jax.kernels.common import mask
 _WIDEST = 256
 
 
-def paged_attention(
-    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, by: Literal["xla", "cudnn"]
-):
-    """As `api.paged_attention`, for blocks whose positions rise by one, as those of one sequence do together;
-    `by` names jax.nn's implementation."""
+def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, by=None):
+    """As `api.paged_attention`, for blocks whose positions rise by one, as those of one sequence do together.
+    `by`: `by_cudnn` if None, or `by_xla`."""
     del window  # wider than the table: see `refuses`
-    attend: Any = {"xla": by_xla, "cudnn": by_cudnn}[by]
-    blocks = q.shape
+    attend, blocks = by or by_cudnn, q.shape
     if len(table) == 1:  # of one sequence, whose pages are then gathered once
         q, sequence, position = q.reshape(1, -1, *q.shape[2:]), sequence[:1], position.reshape(1, -1)
     (_, queries, _, width), page, names = q.shape, k.shape[2], table[sequence]

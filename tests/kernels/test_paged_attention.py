@@ -135,7 +135,7 @@ def test_one_turn_has_no_loop_of_unknown_length(room, monkeypatch):
 
 
 def in_two_parts(case: cases.Case):
-    return functools.partial(jax_nn.paged_attention, **case.options, by="xla")
+    return functools.partial(jax_nn.paged_attention, **case.options, by=jax_nn.by_xla)
 
 
 EMPTY_QUERIES = cases.Case(lengths=(3, 0, 33, 100), queries=40, page=32)  # before the others, and all of them
@@ -196,7 +196,7 @@ def test_cudnn_is_asked_for_the_same_two_parts(monkeypatch):
 
     monkeypatch.setattr(cudnn, "dot_product_attention", by_xla)
     case = dataclasses.replace(cases.SMALL["long_chunk"], computed="bfloat16", stored="bfloat16")
-    agree(case, functools.partial(jax_nn.paged_attention, **case.options, by="cudnn"))
+    agree(case, functools.partial(jax_nn.paged_attention, **case.options, by=jax_nn.by_cudnn))
     kinds = cudnn.MaskType.PADDING_CAUSAL, cudnn.MaskType.PADDING
     assert asked == [(kind, True, *[jnp.int32] * 2, *[jnp.bfloat16] * 2) for kind in kinds]
 

@@ -1,5 +1,6 @@
 """Lines of a measurement: what fails costs its process only if that is of no more use, and is told whole."""
 
+import contextlib
 import json
 import os
 import sys
@@ -52,7 +53,8 @@ def supervisor(tmp_path):
     saved: list[str] = []
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = (sys.executable, str(stub))
-    with Supervisor(command, lambda: saved.append(json.dumps(supervisor.results)), 120.0, env) as supervisor:
+    supervisor = Supervisor(command, lambda: saved.append(json.dumps(supervisor.results)), 120.0, env)
+    with contextlib.closing(supervisor):
         supervisor.saved = saved
         yield supervisor
 
@@ -94,6 +96,6 @@ def test_a_line_is_skipped_that_needs_more_time_than_is_left(supervisor):
 
 def test_a_process_that_cannot_start_says_so():
     command = (sys.executable, "-c", "raise SystemExit('no device')")
-    with Supervisor(command, lambda: None, 120.0) as supervisor:
+    with contextlib.closing(Supervisor(command, lambda: None, 120.0)) as supervisor:
         result = supervisor.run(line("work"))
     assert (result["status"], result["reason"]) == ("not started", "its process died: exit code 1; no device")
