@@ -135,7 +135,8 @@ def transformers_texts(folder: Path, sounds: list[Path]) -> list[str] | None:
     assert start.speech is not None
     texts = []
     for file in sounds:
-        frames = audio.features(audio.load(str(file), how.rate), how)
+        sound = audio.read(str(file))
+        frames = audio.features(audio.resampled(sound.samples, sound.rate, how.rate), how)
         begun = torch.tensor([[start.decoder_start_token_id, start.speech.no_timestamps]])
         ids = model.generate(
             torch.tensor(frames.T[None]), decoder_input_ids=begun, do_sample=False, num_beams=1

@@ -1,6 +1,7 @@
 """Audio input for Whisper's encoder: read, mix to one channel, resample, cut into windows, log-mel.
 
-    samples = audio.load(sound, settings.rate)           # a path, a wav file's bytes, or (array, rate)
+    sound = audio.read(given)                            # a path, a wav file's bytes, or (array, rate)
+    samples = audio.resampled(sound.samples, sound.rate, settings.rate)
     for window in audio.windows(samples, settings):      # 30 s each, the last one as long as it is
         frames = audio.features(window, settings)        # [frames, mels], padded with silence
 
@@ -96,12 +97,6 @@ class Sound:
     samples: Float[np.ndarray, " n"]
     rate: int
     channels: int
-
-
-def load(audio, rate: int, where: str = "audio") -> Float[np.ndarray, " n"]:
-    """The samples of `read`, at `rate`."""
-    sound = read(audio, where)
-    return resampled(sound.samples, sound.rate, rate)
 
 
 @typing.no_type_check  # user input: checked here, by name

@@ -70,18 +70,13 @@ class Recording:
     """An audio input as the model takes it.
 
     Attributes:
-      windows: the frames of each. duration: seconds. rate, channels: as in `Transcription`.
+      windows: the frames of each. duration: seconds. given: the rate and channels of the audio before it was
+        resampled and mixed.
     """
 
     windows: list[Frames]
     duration: float
-    rate: int
-    channels: int
-
-    @property
-    def given(self) -> dict[str, int]:
-        """The rate and channels of the audio before it was resampled and mixed."""
-        return {"rate": self.rate, "channels": self.channels}
+    given: dict[str, int]
 
 
 def takes_audio(llm) -> bool:
@@ -117,7 +112,8 @@ def listen(llm, sound, where: str = "audio", most: int | None = None) -> Recordi
     samples = audio.resampled(given.samples, given.rate, how.rate)
     frames = [audio.features(window, how) for window in audio.windows(samples, how)]
     duration = len(samples) / how.rate
-    return Recording(windows=frames, duration=duration, rate=given.rate, channels=given.channels)
+    source = {"rate": given.rate, "channels": given.channels}
+    return Recording(windows=frames, duration=duration, given=source)
 
 
 def speech_tokens(llm) -> Speech:
