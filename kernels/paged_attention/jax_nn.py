@@ -21,8 +21,8 @@ _WIDEST = 256
 def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, by=None):
     """As `api.paged_attention`, for blocks whose positions rise by one, as those of one sequence do together.
     `by`: `by_cudnn` if None, or `by_xla`."""
-    del window  # wider than the table: see `refuses`
-    attend, blocks = by or by_cudnn, q.shape
+    attend: Any = by or by_cudnn  # any window is wider than the table: see `refuses`
+    blocks = q.shape
     if len(table) == 1:  # of one sequence, whose pages are then gathered once
         q, sequence, position = q.reshape(1, -1, *q.shape[2:]), sequence[:1], position.reshape(1, -1)
     (_, queries, _, width), page, names = q.shape, k.shape[2], table[sequence]
