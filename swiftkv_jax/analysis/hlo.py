@@ -14,7 +14,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+(?:#\d+)?)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TURNS = re.compile(r'"?known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
+_TRIP_COUNT = re.compile(r'"?known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"),
     *("replica-id", "iota", "opt-barrier", "add-dependency", "get-dimension-size", "domain"),
@@ -54,7 +54,7 @@ def bytes_moved(text: str) -> float:
         if op.opcode in _FREE or op.opcode.endswith(("-done", "-update")):
             return 0.0
         if op.opcode == "while":
-            iterations = _turns(program, op)
+            iterations = _iterations(program, op)
             return iterations * sum(map(total, op.called))
         if op.opcode == "conditional":
             return max(map(total, op.called), default=0.0)
@@ -157,9 +157,9 @@ def _written(fused: dict[str, _Instruction]) -> float:
     return sum(of(op) for op in fused.values() if op.root)
 
 
-def _turns(program, loop: _Instruction) -> int:
+def _iterations(program, loop: _Instruction) -> int:
     """Iterations of a loop that counts from 0: the compiler's annotation, or the bound in its condition."""
-    if match := _TURNS.search(loop.rest):
+    if match := _TRIP_COUNT.search(loop.rest):
         return int(match[1])
     (condition,) = re.findall(r"condition=%?([\w.\-]+)", loop.rest)
     inside = program.get(condition, {}).values()

@@ -24,7 +24,7 @@ from swiftkv_jax.core.cache import EIGHT_BIT
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.slim import choose, sources, texts
-from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted, served
+from swiftkv_jax.slim.calibrate import Candidate, RowCandidates, candidates, converted, served
 from swiftkv_jax.slim.choose import Choice, Measured
 from swiftkv_jax.slim.hybrid import hybrids
 from swiftkv_jax.slim.measure import Reference
@@ -135,7 +135,7 @@ def convert(args: argparse.Namespace) -> dict:
     return plots.save_result(result, args.out, "slim")
 
 
-def _every_row(plan: KVPlan, rows: list[Found], cost) -> dict[str, dict[str, float]]:
+def _every_row(plan: KVPlan, rows: list[RowCandidates], cost) -> dict[str, dict[str, float]]:
     """The whole model with all rows stored in one way, for each way that all rows have. For a model with an
     encoder also with only its own rows, and only its source's rows, stored so."""
     parts = {"": rows}
@@ -154,7 +154,7 @@ def _pair(measured: tuple[float, float]) -> dict[str, float]:
     return {"kl": measured[0], "agreement": measured[1]}
 
 
-def _row(plan: KVPlan, ways: Found, options: list[Measured], chosen: Choice) -> dict:
+def _row(plan: KVPlan, ways: RowCandidates, options: list[Measured], chosen: Choice) -> dict:
     """One row's entry in slim.json."""
 
     def matrix(c: Candidate) -> str | None:

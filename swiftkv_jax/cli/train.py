@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None)
         experiment = with_chats(experiment)
     say = show if processes.is_first() else lambda _line: None
     began = time.monotonic()
-    with processes.among_the_living():
+    with processes.reporting_lost_peers():
         result = train(experiment, out, args.resume, say, chosen, partial(ask, say=say))
     if result.signal:
         say(f"saved step {result.step} in {out}; continue with --resume --out {out}")

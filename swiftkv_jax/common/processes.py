@@ -108,7 +108,7 @@ def leave(code: int) -> None:
 
 
 @contextlib.contextmanager
-def among_the_living() -> Iterator[None]:
+def reporting_lost_peers() -> Iterator[None]:
     """Context for joint work of all processes: errors caused by the end of another one become PeerLost."""
     try:
         yield

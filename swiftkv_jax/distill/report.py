@@ -137,7 +137,7 @@ def card(
     known = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", e.model) is not None and not Path(e.model).exists()
     data = ModelCardData(
         base_model=e.model if known else None,
-        datasets=[found[1] for s in e.data.sources if (found := re.match(r"hf://([^\[\]:@]+)", s))] or None,
+        datasets=[match[1] for s in e.data.sources if (match := re.match(r"hf://([^\[\]:@]+)", s))] or None,
         library_name=LIBRARY,
         license=license,
         pipeline_tag="text-generation",

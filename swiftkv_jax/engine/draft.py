@@ -25,7 +25,7 @@ def lookup(tokens: list[int], most: int) -> list[int]:
     tokens = tokens[-_WINDOW:]
     for length in range(LONGEST, SHORTEST - 1, -1):
         tail = tokens[-length:]
-        for at in range(len(tokens) - length - 1, -1, -1):
-            if tokens[at] == tail[0] and tokens[at : at + length] == tail:
-                return tokens[at + length : at + length + most]
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start] == tail[0] and tokens[start : start + length] == tail:
+                return tokens[start + length : start + length + most]
     return []

@@ -269,10 +269,10 @@ def _remember(lanes: Lanes, tokens: Int[Array, "steps Q"]) -> Lanes:
     if not lanes.history.shape[1]:
         return lanes
     given = tokens >= 0
-    at = lanes.position + 1 - given.sum(0) + jnp.cumsum(given, axis=0) - 1
-    at = jnp.where(given, at, lanes.history.shape[1])
+    index = lanes.position + 1 - given.sum(0) + jnp.cumsum(given, axis=0) - 1
+    index = jnp.where(given, index, lanes.history.shape[1])
     row = jnp.arange(tokens.shape[1])
-    return dataclasses.replace(lanes, history=lanes.history.at[row, at].set(tokens, mode="drop"))
+    return dataclasses.replace(lanes, history=lanes.history.at[row, index].set(tokens, mode="drop"))
 
 
 # ---- a step of any tokens -----------------------------------------------------------------------------

@@ -500,7 +500,7 @@ def _begin(arrays: list[jax.Array]) -> jax.Array:
 
     def first(x: jax.Array) -> jax.Array:
         layers = slice(None) if x.ndim > 2 else 0
-        at = x[(layers, *(0,) * (x.ndim - 2))] if x.ndim > 1 else x
-        return jnp.ravel(at[..., :_FINGERPRINTED].astype(jnp.float32))
+        corner = x[(layers, *(0,) * (x.ndim - 2))] if x.ndim > 1 else x
+        return jnp.ravel(corner[..., :_FINGERPRINTED].astype(jnp.float32))
 
     return jnp.concatenate([first(x) for x in arrays])

@@ -143,9 +143,9 @@ class TokenCounts:
         cls, history: Int[Array, "Q S"], prompt: Int[Array, " Q"], length: Int[Array, " Q"], vocab: int
     ) -> "TokenCounts":
         """Count `history[q, :length[q]]`, of which the first `prompt[q]` are the prompt."""
-        at = jnp.arange(history.shape[1])
+        place = jnp.arange(history.shape[1])
         lane = jnp.arange(history.shape[0])[:, None]
-        known, read = at < length[:, None], at < prompt[:, None]
+        known, read = place < length[:, None], place < prompt[:, None]
         empty = jnp.zeros((history.shape[0], vocab), jnp.int32)
         prompts = empty.at[lane, history].add(read.astype(jnp.int32))
         return cls(prompts > 0, empty.at[lane, history].add((known & ~read).astype(jnp.int32)))

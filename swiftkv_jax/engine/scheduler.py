@@ -279,7 +279,7 @@ class Scheduler:
         if not sequence.output:
             self.prefix_queries += len(tokens)
             self.prefix_hits += sequence.cached
-            sequence.found = sequence.cached
+            sequence.prefix_hit = sequence.cached
         return True
 
     def _take_source(self, sequence: Sequence) -> None:
@@ -305,8 +305,8 @@ class Scheduler:
         if not self.share_prefixes:
             return pages, names
         name, most = sequence.request.root, min(len(tokens) - 1, self._shareable(sequence.request))
-        for at in range(0, most // self.page * self.page, self.page):
-            part = tuple(tokens[at : at + self.page])
+        for start in range(0, most // self.page * self.page, self.page):
+            part = tuple(tokens[start : start + self.page])
             name = extend(name, part)
             page = self.pages.find(name, part)
             if page is None:

@@ -49,7 +49,7 @@ class Sequence:
       source: the pages of the encoder's output for its source, which completions of a request share.
       names: of the pages that are full and can be shared. validated: how many of these are verified, because
         a later token was sampled from finite logits.
-      charged: tokens charged to its key. found: prompt tokens found in the prefix cache.
+      charged: tokens charged to its key. prefix_hit: prompt tokens found in the prefix cache.
       invalid: the contents of its pages may be wrong.
       finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
       arrival, scheduled, first_token, last_token, finished: times, in seconds.
@@ -63,7 +63,7 @@ class Sequence:
         self.pages: list[int] = []
         self.source: SourcePages | None = None
         self.names: list[bytes] = []
-        self.validated = self.charged = self.found = 0
+        self.validated = self.charged = self.prefix_hit = 0
         self.invalid = False
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -216,7 +216,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
-            cached_tokens=self.found,
+            cached_tokens=self.prefix_hit,
             offsets=None if wanted is None else self._offsets[tokens:],
         )
 

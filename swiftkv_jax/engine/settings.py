@@ -226,7 +226,7 @@ def empty_pools(
     """The engine's pool and, under KV prediction, the auxiliary model's."""
     own, *auxiliary = cached(model)
     ahead = of_auxiliary(settings)
-    return (empty_pool(own, settings, mesh), *(empty_pool(one, ahead, mesh) for one in auxiliary))
+    return (empty_pool(own, settings, mesh), *(empty_pool(part, ahead, mesh) for part in auxiliary))
 
 
 def resolve(
@@ -247,8 +247,8 @@ def resolve(
     smallest = dataclasses.replace(settings, num_pages=1)
     if settings.implementations:
         _try_kernels(smallest, model, mesh)
-        for one in auxiliary:
-            _try_kernels(of_auxiliary(smallest), one, mesh)
+        for part in auxiliary:
+            _try_kernels(of_auxiliary(smallest), part, mesh)
     if pages is None:
         two = jax.eval_shape(partial(empty_pools, whole, smallest, mesh))  # one page, and scratch
         size = sum(pool.bytes_on_each for pool in two)

@@ -97,7 +97,7 @@ class WarmUp:
 
     def _drop(self, program: Program) -> None:
         self.failed.add(program.key)
-        self._left = [(one, future) for one, future in self._left if one.key != program.key]
+        self._left = [(other, future) for other, future in self._left if other.key != program.key]
 
     def stop(self) -> None:
         """Cancel compilations that have not begun; `take` then raises CancelledError. Any thread may call

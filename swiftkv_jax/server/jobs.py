@@ -237,8 +237,8 @@ def _completion_row(completion) -> dict:
         row |= {"text": None, "error": completion.error}
     if completion.logprobs is None:
         return row
-    entries = [{token: vars(entry) for token, entry in one.items()} for one in completion.logprobs]
-    return row | {"cumulative_logprob": completion.cumulative_logprob, "logprobs": entries}
+    logprobs = [{token: vars(entry) for token, entry in entries.items()} for entries in completion.logprobs]
+    return row | {"cumulative_logprob": completion.cumulative_logprob, "logprobs": logprobs}
 
 
 class OutputError(Exception):

@@ -121,7 +121,7 @@ def main(
             return _report(args)
         if join is not None:
             join(args.distributed)
-        with processes.among_the_living():
+        with processes.reporting_lost_peers():
             return _serve(args, api_key) if args.http else _run(args)
 
     return exit_code(run, failures=(OutputError, processes.PeerLost))

@@ -56,7 +56,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class RowCandidates:
     """The candidates for one row.
 
     Attributes:
@@ -98,7 +98,7 @@ def converted(model: Transformer, params: PyTree, picks: list[Candidate]) -> tup
 
 def candidates(
     model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, forms: list[str], dtype: str
-) -> Iterator[Found]:
+) -> Iterator[RowCandidates]:
     """For each row, in the order of its first reader, every way to store it in one of `forms`.
 
     model: with rows of keys and values, computing in float32. dtype: of the cache.
@@ -133,7 +133,7 @@ def _at_cross(model: Transformer, params: PyTree, layer: int, text: Pieces, now:
 
 def _ways_of(
     model: Transformer, params: PyTree, row: int, seen: list[list[_Input]], forms: list[str], dtype: str
-) -> Found:
+) -> RowCandidates:
     p = weights.row(params, row)
     keys, values = [_stored(p, form, seen, dtype) for form in ("k", "v")]
     of_keys, out, refused, name = condition(SLIM["k"].kernels(p)[0]), [], {}, model.plan.name(row)
@@ -162,7 +162,7 @@ def _ways_of(
             )
     out = [_with_output_error(c, model, params, seen[1], dtype) for c in out]
     largest = next((float(np.abs(c.matrix).max()) for c in out if c.matrix is not None), 0.0)
-    return Found(row, of_keys, largest, tuple(out), refused)
+    return RowCandidates(row, of_keys, largest, tuple(out), refused)
 
 
 class _Rows(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.slim.calibrate import EXACT, Candidate, Found
+from swiftkv_jax.slim.calibrate import EXACT, Candidate, RowCandidates
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ def check(choices: Sequence[Choice], bound: float, name: Callable[[int], str]) -
 
 
 def under(
-    rows: Sequence[Found],
+    rows: Sequence[RowCandidates],
     options: Sequence[Sequence[Measured]],
     size: Callable[[int, str], float],
     plain: float,
@@ -70,7 +70,7 @@ def under(
     return choices
 
 
-def _smallest(row: Found, options: Sequence[Measured], size, plain: float, share: float) -> Choice:
+def _smallest(row: RowCandidates, options: Sequence[Measured], size, plain: float, share: float) -> Choice:
     fitting = [
         m for m in options if m.kl - plain <= share and size(row.row, m.candidate.form) < size(row.row, "kv")
     ]

@@ -127,9 +127,9 @@ def _pieces(
     sources = np.stack([np.concatenate([answer.source, blank[len(answer.source) :]]) for answer in answers])
     run = jax.jit(lambda source, lengths: encode(model, params, source, lengths).x)
     x = []
-    for at in range(0, len(answers), BATCH):
-        rows = np.minimum(np.arange(at, at + BATCH), len(answers) - 1)
-        x.append(np.asarray(run(jnp.asarray(sources[rows]), jnp.asarray(lengths[rows])))[: len(answers) - at])
+    for i in range(0, len(answers), BATCH):
+        rows = np.minimum(np.arange(i, i + BATCH), len(answers) - 1)
+        x.append(np.asarray(run(jnp.asarray(sources[rows]), jnp.asarray(lengths[rows])))[: len(answers) - i])
     x = np.concatenate(x)
     some = np.zeros(x.shape[:2], bool)  # positions that are not padding, at most `most`, evenly spread
     places = np.flatnonzero(np.arange(x.shape[1]) < lengths[:, None])

@@ -107,7 +107,7 @@ SOCKET = (
 )
 def test_joint_work_that_lost_its_peer_says_so(error, monkeypatch):
     monkeypatch.setattr(processes, "_alone", lambda: False)
-    with pytest.raises(processes.PeerLost), processes.among_the_living():
+    with pytest.raises(processes.PeerLost), processes.reporting_lost_peers():
         raise ValueError(error)
-    with pytest.raises(ValueError, match=r"^no$"), processes.among_the_living():
+    with pytest.raises(ValueError, match=r"^no$"), processes.reporting_lost_peers():
         raise ValueError("no")
