@@ -19,7 +19,7 @@ from swiftkv_jax.cli.convert import costs
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill import loop
-from swiftkv_jax.distill.config import AttentionConfig, Experiment
+from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.runner import MODES
@@ -78,7 +78,7 @@ def experiment(model: str, chats: Path, split: int, steps: int | None, rows: int
     if steps is None:
         steps, constant = ENDLESS, {"schedule": "constant", "warmup": WARM_UP / ENDLESS}
         e = dataclasses.replace(e, optimizer=dataclasses.replace(e.optimizer, **constant))
-    attention = AttentionConfig(gpu="xla")  # cuDNN has no float32; named, so that no check runs here
+    attention = "xla"  # cuDNN has no float32; named, so that no check runs here
     data = dataclasses.replace(e.data, batch_size=rows)
     return dataclasses.replace(e, data=data, attention=attention, steps=steps, log_every=steps)
 

@@ -16,7 +16,7 @@ from swiftkv_jax.analysis.flops import CHIPS
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import AttentionConfig, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.kernels.check.calls import medians
 
@@ -46,8 +46,7 @@ def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[d
     # Queries and keys of about 1: smaller ones see all keys alike, and of larger ones rounding picks the key.
     size = (made.trained.hidden_size * jnp.var(params["embed"].astype(jnp.float32))) ** -0.5
     trained = jax.tree.map(lambda x: (size * x).astype(x.dtype), trained)
-    kernels = AttentionConfig(**{jax.devices()[0].platform: attention})
-    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1000, "swiftkv", remat, kernels)
+    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1000, "swiftkv", remat, attention)
     batch, state = packed(made, documents), steps.init_state(recipe, trained)
     began = time.perf_counter()
     compiled = jax.jit(lambda *given: steps.train_step(recipe, *given)).lower(frozen, state, batch).compile()

@@ -25,7 +25,7 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import AttentionConfig, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.engine.settings import MEMORY_FRACTION
@@ -145,7 +145,7 @@ def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
     plans |= {f"share {share}": KVPlan.swiftkv(config.num_layers, split, share) for share in shares}
     training = training_bytes(config, split)
     student = Transformer(config, KVPlan.swiftkv(config.num_layers, split), config.dtype)
-    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1, "swiftkv", False, AttentionConfig())
+    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1, "swiftkv", False)
     work = TOKENS * steps.flops_per_token(recipe, context)
     lines = [
         f"Sequences of {context:,} tokens that fit beside the weights in {MEMORY_FRACTION:.0%} of a chip's "

@@ -71,7 +71,7 @@ device_description_str: "{name}"
 
 _STAND_IN = """\
                     estimated from the arrays it reads and writes, since only its GPU can compile it
-                    (with XLA's attention: --set attention.gpu=xla)"""
+                    (with XLA's attention: --set attention=xla)"""
 
 
 def topology(text: str):
@@ -181,14 +181,12 @@ def with_attention(experiment: Experiment, devices):
     If the experiment names no kernel, the one that the check is expected to choose on the device is assumed;
     the safe one, if that does not support the step's calls.
     """
-    platform = devices[0].platform
-    named = experiment.attention.on(platform)
-    names = [named] if named else [*candidates(experiment, platform)]
+    named = experiment.attention
+    names = [named] if named else [*candidates(experiment, devices[0].platform)]
     while True:
         name = names.pop()
-        attention = dataclasses.replace(experiment.attention, **{platform: name})
         try:
-            made = compile_step(dataclasses.replace(experiment, attention=attention), devices)
+            made = compile_step(dataclasses.replace(experiment, attention=name), devices)
         except UnsupportedError as error:
             if not names:
                 raise UsageError(f"{error}; choose another by attention") from None

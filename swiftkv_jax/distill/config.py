@@ -211,26 +211,6 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Checked):
-    """The kernel of `causal_attention` by platform; None is the platform's own choice.
-
-    Attributes:
-      cpu: the kernel on CPUs: "native_cpu" (C++), "xla" or "reference"; None: C++ if there is a compiler.
-      gpu: the kernel on GPUs: "cudnn", "xla" or "reference"; None: what a check chooses, else XLA.
-      tpu: the kernel on TPUs: "splash", "xla" or "reference"; None: what a check chooses, else XLA.
-    """
-
-    section = "attention."
-    cpu: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
-    gpu: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
-    tpu: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
-
-    def on(self, platform: str) -> str | None:
-        """The kernel on "cpu", "gpu" or "tpu"."""
-        return {"cpu": self.cpu, "gpu": self.gpu, "tpu": self.tpu}[platform]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment(Checked):
     """One run of `train.py`.
 
@@ -248,7 +228,8 @@ class Experiment(Checked):
       loss: the loss terms and their weights.
       optimizer: the optimiser and its schedule.
       mesh: how the work is split over devices.
-      attention: which kernel computes attention.
+      attention: the kernel of attention: "native_cpu" (C++, on CPUs), "cudnn" (on GPUs), "splash" (on TPUs),
+        "xla" or "reference"; None: what a check on this machine chooses, on CPUs C++ if there is a compiler.
       trainable: what to train: "swiftkv" (norm_swiftkv, q of the upper layers, k and v of the makers of their
         rows), "upper" (all weights of the upper layers: the paper's ablation), "all" (plain language-model
         training), "predictor" (KV prediction: the auxiliary and the predictor of `predict`; it takes
@@ -284,7 +265,7 @@ class Experiment(Checked):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
-    attention: AttentionConfig = AttentionConfig()
+    attention: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
     trainable: Annotated[str, one_of("swiftkv", "upper", "all", "predictor")] = "swiftkv"
     dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
     steps: Natural = 0

@@ -1,6 +1,5 @@
 """The choice of a run's training attention: a named kernel, else the result of a check on this machine."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.common import processes
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.distill.config import AttentionConfig, Experiment
+from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.calls import CANDIDATES
 from swiftkv_jax.kernels.check.decide import LIMITS, Limits, decide
@@ -27,8 +26,8 @@ def choose(
     machine: Machine | None = None,
     folder: Path | None = None,
     limits: Limits = LIMITS,
-) -> tuple[AttentionConfig, str]:
-    """The kernels of a run's attention, and a short note of where the choice comes from. Process 0 decides.
+) -> tuple[str | None, str]:
+    """The kernel of a run's attention, and a short note of where the choice comes from. Process 0 decides.
 
     Call this before JAX has its devices: a check runs in another process, and a TPU has no room for both; in
     that case the safe kernels are chosen. They are also chosen if `experiment` names a model that cannot be
@@ -44,10 +43,10 @@ def choose(
         ours = machines.taken() and jax.default_backend() == "cpu"
         machine = machines.CPU if ours else machines.recognise()
     platform = machine.platform
-    if named.on(platform):
+    if named is not None:
         return named, "named"
     if platform == "cpu":
-        return named, "the choice of this platform"
+        return None, "the choice of this platform"
     taken = machines.taken()
 
     def name_and_how() -> str:
@@ -62,7 +61,7 @@ def choose(
 
     most = 2 * (limits.total + 2 * START)  # of a base and its auxiliary
     name, how = json.loads(processes.text_from_first("swiftkv/kernels/train", name_and_how, most))
-    return dataclasses.replace(named, **{platform: name}), how
+    return name, how
 
 
 def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:

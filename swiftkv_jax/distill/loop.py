@@ -28,11 +28,11 @@ from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.answers import Ask, Compared, to_held_out
-from swiftkv_jax.distill.config import AttentionConfig, Experiment, resolved
+from swiftkv_jax.distill.config import Experiment, resolved
 from swiftkv_jax.distill.data.loader import Batch, DataLoader, evaluation_batches, longest_piece
 from swiftkv_jax.distill.progress import Progress
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
-from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
+from swiftkv_jax.kernels.common.dispatch import UnsupportedError, preferred
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 
@@ -56,7 +56,7 @@ def train(
     out: Path | str | Home,
     resume: bool = False,
     say: Say = show,
-    chosen: tuple[AttentionConfig, str] | None = None,
+    chosen: tuple[str | None, str] | None = None,
     ask: Ask | None = None,
 ) -> Result:
     """Run an experiment to its end, or to a signal; `out`, which may be in a bucket, gets config.json,
@@ -82,7 +82,7 @@ def opened(
     out: Path | str | Home,
     resume: bool = False,
     say: Say = show,
-    chosen: tuple[AttentionConfig, str] | None = None,
+    chosen: tuple[str | None, str] | None = None,
 ) -> Iterator["Run"]:
     """A run ready to train, on its mesh, with the attention kernel chosen for this machine."""
     chosen = chosen or kernels.choose(experiment)  # before JAX has its devices
@@ -110,7 +110,7 @@ class Run:
         mesh: jax.sharding.Mesh,
         resume: bool,
         say: Say,
-        chosen: tuple[AttentionConfig, str],
+        chosen: tuple[str | None, str],
     ):
         self.experiment, self.home, self.out, self.mesh = experiment, home, home.here, mesh
         attention, self.chosen_by = chosen
@@ -437,9 +437,10 @@ class Run:
             for heads in (config.num_heads, config.num_kv_heads)
         )
         segments = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
-        named = self.recipe.attention.on(device()[0])
         options = {"scale": config.head_dim**-0.5, "shards": sharding.SHARDS}
-        kernel = named or preferred(CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), options)
+        kernel = self.recipe.attention or preferred(
+            CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), options
+        )
         return f"causal_attention {kernel} ({self.chosen_by})"
 
     def _catch(self, number: int, _frame) -> None:

@@ -23,7 +23,7 @@ from swiftkv_jax.core.shapes import Array, PyTree
 from swiftkv_jax.core.surgery import check_teacher, is_trained, to_swiftkv
 from swiftkv_jax.distill import least_squares
 from swiftkv_jax.distill import loss as losses
-from swiftkv_jax.distill.config import AttentionConfig, Experiment, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION, causal_attention
 from swiftkv_jax.kernels.common import dispatch
@@ -85,7 +85,7 @@ class Recipe:
     steps: int
     trainable: str
     remat: bool
-    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    attention: str | None = None
     method: Method = dataclasses.field(default_factory=lambda: DISTIL)
 
     @property
@@ -267,9 +267,8 @@ def whole_head(model: Transformer, params: PyTree) -> losses.Head:
 
 
 def attention_of(recipe: Recipe) -> Callable:
-    """The attention of every pass: the kernel named for this platform, sharded as the mesh asks."""
-    kernel = recipe.attention.on(dispatch.device()[0])
-    return partial(causal_attention, implementation=kernel, shards=sharding.SHARDS)
+    """The attention of every pass: the kernel that is named, sharded as the mesh asks."""
+    return partial(causal_attention, implementation=recipe.attention, shards=sharding.SHARDS)
 
 
 def chunk_of(recipe: Recipe, batch: Batch) -> int:
@@ -378,10 +377,9 @@ def compared(got: Array, ref: Array, targets: Array) -> dict[str, Array]:
 
 def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
     """Check that the mesh (that of `jax.set_mesh`) divides micro-batches evenly and supports the kernel."""
-    platform = dispatch.device()[0]
-    if (name := experiment.attention.on(platform)) is not None:
+    if (name := experiment.attention) is not None:
         try:
-            dispatch.check_name(f"attention.{platform}", CAUSAL_ATTENTION, name)
+            dispatch.check_name("attention", CAUSAL_ATTENTION, name)
         except dispatch.UnsupportedError as error:
             raise UsageError(str(error)) from None
     rows = experiment.data.batch_size // experiment.optimizer.accumulate

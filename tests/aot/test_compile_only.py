@@ -48,7 +48,7 @@ def gib(out: str) -> tuple[float, float]:
         ("v5e:4x4", 16, 16.0, 55, "splash (assumed; the check on the device decides)", ()),
         ("v6e:4x4", 16, 32.0, 55, "splash (assumed; the check on the device decides)", ()),
         ("h100:1x1x8", 8, 79.11, 55, "cudnn (assumed; the check on the device decides)", ()),
-        ("h100:1x1x8", 8, 79.11, 40, "xla (named)", ("--set", "attention.gpu=xla")),
+        ("h100:1x1x8", 8, 79.11, 40, "xla (named)", ("--set", "attention=xla")),
         ("a100:1x1x8", 8, 80.0, 40, "xla (assumed; the check on the device decides)", ()),
     ],
     ids=["v4", "v5p", "v5e", "v6e", "h100", "h100 with xla", "a100"],

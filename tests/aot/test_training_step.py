@@ -11,7 +11,7 @@ from kernel_targets import TPUS
 
 from swiftkv_jax.analysis import flops, hlo
 from swiftkv_jax.distill.compile_only import compile_step, topology
-from swiftkv_jax.distill.config import AttentionConfig, PlanConfig, load_experiment
+from swiftkv_jax.distill.config import PlanConfig, load_experiment
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 
@@ -25,7 +25,7 @@ def two_layers(attention: str | None):
         architecture=dataclasses.replace(whole.architecture, num_layers=2, windows=()),
         plan=PlanConfig(split=1),
         data=dataclasses.replace(whole.data, batch_size=4),
-        attention=AttentionConfig(tpu=attention),
+        attention=attention,
     )
     made, text, _, _ = compile_step(experiment, topology(TPUS["v5p"])[1])
     return made, text
@@ -52,7 +52,7 @@ def test_no_chunk_of_logits_gathers_the_output_head():
 
 
 def test_a_context_of_131072_tokens_fits():
-    experiment = dataclasses.replace(load_experiment("llama8b_128k"), attention=AttentionConfig(tpu="splash"))
+    experiment = dataclasses.replace(load_experiment("llama8b_128k"), attention="splash")
     made, text, _, mesh = compile_step(experiment, topology("v5p:4x4x4")[1])
     assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "context": 16, "tensor": 1}
     memory = made.memory_analysis()
@@ -70,7 +70,7 @@ def on_hopper(attention: str | None) -> float:
         architecture=dataclasses.replace(whole.architecture, num_layers=2, windows=()),
         plan=PlanConfig(split=1),
         data=dataclasses.replace(whole.data, batch_size=4),
-        attention=AttentionConfig(gpu=attention),
+        attention=attention,
     )
     return hlo.bytes_moved(compile_step(experiment, topology("h100:1x1x4")[1])[1])
 

@@ -193,7 +193,7 @@ def test_assignments_are_checked_together_in_any_order(tiny, together):
         ("trainable=all", "without a teacher"),
         ("eval_lengths=(256,4096)", r"at most evaluation\.seq_len 2048, not 4096"),
         ("plan.init=least_square", "did you mean 'least_squares'"),
-        ("attention.tpu=splish", "did you mean 'splash'"),
+        ("attention=splish", "did you mean 'splash'"),
     ],
 )
 def test_an_invalid_set_argument_is_refused_with_a_remedy(tiny, assignment, message):

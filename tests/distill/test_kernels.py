@@ -14,7 +14,6 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.distill import compile_only, kernels
 from swiftkv_jax.distill.config import (
-    AttentionConfig,
     DataConfig,
     Experiment,
     LossConfig,
@@ -80,7 +79,7 @@ def test_compile_only_assumes_the_kernel_that_is_expected_to_win(monkeypatch):
     asked = []
 
     def compile_step(experiment, devices):
-        asked.append(experiment.attention.on(devices[0].platform))
+        asked.append(experiment.attention)
         if asked[-1] in ("splash", "cudnn") and len(asked) > 1:
             raise UnsupportedError(f"{asked[-1]} does not support heads of width 8")
         return "compiled"
@@ -90,7 +89,7 @@ def test_compile_only_assumes_the_kernel_that_is_expected_to_win(monkeypatch):
         run, devices = partial(compile_only.with_attention, RUN), [SimpleNamespace(platform=platform)]
         assert run(devices) == (f"{name} (assumed; the check on the device decides)", "compiled")
         assert run(devices) == ("xla (assumed; the check on the device decides)", "compiled")
-        named = dataclasses.replace(RUN, attention=AttentionConfig(**{platform: name}))
+        named = dataclasses.replace(RUN, attention=name)
         with pytest.raises(UsageError, match=f"{name} does not support .*; choose another by attention"):
             compile_only.with_attention(named, devices)
         assert asked == [name, name, "xla", name]
@@ -98,9 +97,9 @@ def test_compile_only_assumes_the_kernel_that_is_expected_to_win(monkeypatch):
 
 
 def test_a_named_kernel_is_kept_and_a_cpu_checks_nothing(asked):
-    named = dataclasses.replace(RUN, attention=AttentionConfig(tpu="splash"))
-    assert choose(named, TPU) == (named.attention, "named")
-    assert choose(RUN, CPU) == (RUN.attention, "the choice of this platform")
+    named = dataclasses.replace(RUN, attention="splash")
+    assert choose(named, TPU) == ("splash", "named")
+    assert choose(RUN, CPU) == (None, "the choice of this platform")
     assert not asked
 
 
@@ -116,7 +115,7 @@ def test_a_kv_predictor_trains_by_what_is_best_for_both_of_its_models(asked, mon
     given = PredictConfig(auxiliary="small", architecture=small)
     parts = {"trainable": "predictor", "predict": given, "loss": PredictionLossConfig()}
     run = dataclasses.replace(RUN, model="base", tokenizer="", **parts)
-    assert choose(run, GPU) == (AttentionConfig(gpu="cudnn"), "checked on a chip")
+    assert choose(run, GPU) == ("cudnn", "checked on a chip")
     assert [call.heads for call, *_ in asked] == [8, 4]
     choose(dataclasses.replace(run, predict=PredictConfig(keep=(0,))), GPU)
     assert len(asked) == 3, "layers of the base have its heads"
@@ -125,7 +124,7 @@ def test_a_kv_predictor_trains_by_what_is_best_for_both_of_its_models(asked, mon
         return Decision({"train": "xla" if calls[0].heads == 4 else "cudnn"}, "checked on a chip")
 
     monkeypatch.setattr(kernels, "decide", decide)
-    assert choose(run, GPU) == (AttentionConfig(gpu="xla"), "the safe one")
+    assert choose(run, GPU) == ("xla", "the safe one")
 
 
 def test_commands_choose_before_jax_has_its_devices(monkeypatch, tmp_path, capsys):
@@ -134,7 +133,7 @@ def test_commands_choose_before_jax_has_its_devices(monkeypatch, tmp_path, capsy
 
     def choose(experiment):
         order.append(("choose", experiment.data.seq_len))
-        return AttentionConfig(), "checked on a chip"
+        return None, "checked on a chip"
 
     def count():
         order.append("devices")

@@ -222,7 +222,7 @@ NO_TEACHER = ["--set", "loss.lm_weight=1", "--set", "loss.kl_weight=0"]
         (["--set", "plan.split=9"], "split must be in [1, 4] for 4 layers, not 9"),
         (["--set", "plan.splt=2"], "did you mean 'split'"),
         (["--set", "mesh.data=3"], "does not match"),
-        (["--set", "attention.cpu=splash"], "attention.cpu: splash needs a tpu, this is cpu"),
+        (["--set", "attention=splash"], "attention: splash needs a tpu, this is cpu"),
         (["--set", "model=/nowhere/at/all"], "no such folder"),
         (["--set", "tokenizer=/nowhere/at/all"], "tokenizer"),
         (["--set", "data.sources=('nothing.jsonl',)"], "nothing.jsonl"),

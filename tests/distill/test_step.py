@@ -18,7 +18,7 @@ from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import AttentionConfig, Experiment, LossConfig, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data.loader import Batch, DataConfig
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import Implementation
@@ -244,7 +244,7 @@ def test_schedule_warms_up_and_decays():
 def test_every_layer_of_teacher_and_student_runs_the_kernel_that_is_named(monkeypatch):
     """The lower half, the student and the teacher: three runs of layers, each traced once."""
     _, _, recipe, trained, frozen = prepared()
-    recipe = dataclasses.replace(recipe, attention=AttentionConfig(cpu="reference"))
+    recipe = dataclasses.replace(recipe, attention="reference")
     called = []
 
     def counted(*args, **options):
@@ -263,13 +263,14 @@ def test_every_layer_of_teacher_and_student_runs_the_kernel_that_is_named(monkey
         ({"data": {"batch_size": 6}}, "batch_size"),
         ({"data": {"seq_len": 130}}, "rows of 130 tokens are not a multiple of mesh.context 4"),
         ({"evaluation": {"seq_len": 66}}, "rows of 66 tokens are not a multiple of mesh.context 4"),
-        ({"attention": {"cpu": "cudnn"}}, "attention.cpu: cudnn needs a gpu, this is cpu"),
+        ({"attention": "cudnn"}, "attention: cudnn needs a gpu, this is cpu"),
     ],
 )
 def test_a_mesh_or_a_kernel_that_does_not_fit_is_one_line(changes, message):
     data = DataConfig(sources=("x",), seq_len=128, batch_size=8)
-    parts = {"data": data, "evaluation": data, "attention": AttentionConfig()}
-    parts |= {name: dataclasses.replace(parts[name], **fields) for name, fields in changes.items()}
+    parts = {"data": data, "evaluation": data, "attention": changes.get("attention")}
+    sizes = {name: fields for name, fields in changes.items() if name != "attention"}
+    parts |= {name: dataclasses.replace(data, **fields) for name, fields in sizes.items()}
     experiment = Experiment(name="x", model="x", plan=PlanConfig(split=2), **parts)
     with pytest.raises(UsageError, match=message):
         steps.check(experiment, jax.sharding.AbstractMesh((2, 2, 4, 1), sharding.MESH_AXES))
