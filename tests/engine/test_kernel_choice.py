@@ -234,5 +234,5 @@ def test_process_0_decides_for_all(model, asked, monkeypatch):
         monkeypatch.setattr(distributed, "global_state", state)
         chosen = choose(net.config, net.plan, net.dtype, Settings(max_model_len=64), machine=GPU)
         found.append(chosen.settings)
-    assert found[0] == found[1] and found[0].fill == "xla" and len(asked) == 1
+    assert found[0] == found[1] and found[0].implementations["fill"] == "xla" and len(asked) == 1
     assert json.loads(*store.values.values())[1] == "checked on a GPU"
