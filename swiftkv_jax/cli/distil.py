@@ -27,12 +27,11 @@ from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
-from swiftkv_jax.distill import kernels
+from swiftkv_jax.distill import kernels, loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig, DataLoader
 from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.distill.fields import override
-from swiftkv_jax.distill.loop import train
 from swiftkv_jax.distill.run_folder import check_free
 from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.kernels.check import machine as machines
@@ -152,7 +151,8 @@ def _run(args: argparse.Namespace) -> int:
         rule = f"the earliest from half depth on with a KL of at most {untrained.MOST_KL}, or the best"
         show(f"split {split}: {rule}")
     made = experiment(data, held_out, split, steps)
-    result = train(made, home, args.resume, chosen=chosen, ask=ask)
+    with loop.opened(made, home, args.resume, chosen=chosen) as run:
+        result = run.go(ask)
     if result.signal:
         show(f"saved step {result.step} in {out}; the same command with --resume continues")
         return 130 if result.signal == 2 else 0

@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None)
     from swiftkv_jax.distill.config import from_package, load_experiment
     from swiftkv_jax.distill.fields import override
     from swiftkv_jax.distill.kernels import choose
-    from swiftkv_jax.distill.loop import train
+    from swiftkv_jax.distill.loop import opened
     from swiftkv_jax.distill.run_folder import check_free
 
     if args.compile_only:
@@ -91,8 +91,8 @@ def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None)
         experiment = with_chats(experiment)
     say = show if processes.is_first() else lambda _line: None
     began = time.monotonic()
-    with processes.reporting_lost_peers():
-        result = train(experiment, out, args.resume, say, chosen, partial(ask, say=say))
+    with processes.reporting_lost_peers(), opened(experiment, out, args.resume, say, chosen) as run:
+        result = run.go(partial(ask, say=say))
     if result.signal:
         say(f"saved step {result.step} in {out}; continue with --resume --out {out}")
         return 130 if result.signal == 2 else 0

@@ -51,31 +51,6 @@ class Result:
     answers: Compared | None = None
 
 
-def train(
-    experiment: Experiment,
-    out: Path | str | Home,
-    resume: bool = False,
-    say: Say = show,
-    chosen: tuple[str | None, str] | None = None,
-    ask: Ask | None = None,
-) -> Result:
-    """Run an experiment to its end, or to a signal; `out`, which may be in a bucket, gets config.json,
-    metrics, checkpoints and the export.
-
-    With several processes all of them call this; process 0 writes and speaks.
-
-    Args:
-      chosen: the result of `kernels.choose`, if the caller has asked JAX for its devices before.
-      ask: what answers held-out prompts at the end; None: nothing.
-
-    Raises:
-      UsageError: bad input, found before the first step. An error in one process is raised in all.
-      TrainingError: the loss is not finite, or a checkpoint could not be written.
-    """
-    with opened(experiment, out, resume, say, chosen) as run:
-        return run.go(ask)
-
-
 @contextmanager
 def opened(
     experiment: Experiment,
@@ -84,7 +59,18 @@ def opened(
     say: Say = show,
     chosen: tuple[str | None, str] | None = None,
 ) -> Iterator["Run"]:
-    """A run ready to train, on its mesh, with the attention kernel chosen for this machine."""
+    """A run ready to `go` to its end, or to a signal, on its mesh; `out`, which may be in a bucket, gets
+    config.json, metrics, checkpoints and the export.
+
+    With several processes all of them call this; process 0 writes and speaks.
+
+    Args:
+      chosen: the result of `kernels.choose`, if the caller has asked JAX for its devices before.
+
+    Raises:
+      UsageError: bad input, found before the first step. An error in one process is raised in all.
+      TrainingError: the loss is not finite, or a checkpoint could not be written.
+    """
     chosen = chosen or kernels.choose(experiment)  # before JAX has its devices
     processes.check_same("the config", resolved(experiment))
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
@@ -203,7 +189,7 @@ class Run:
         """Step until the end or a signal; every metric is read one step late, so the device never waits.
 
         Args:
-          ask: as in `train`.
+          ask: what answers held-out prompts at the end; None: nothing.
         """
         e = self.experiment
         trained = weights.count(self.state.trainable)

@@ -52,6 +52,11 @@ def saved(folder: Path, vocab: int = 2048, seed: int = 0, **sizes) -> Path:
     return folder
 
 
+def trained(experiment, out: Path, **options) -> loop.Result:
+    with loop.opened(experiment, out, **{"say": lambda line: None, **options}) as run:
+        return run.go()
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     """A config file for a 4-layer base, a few sentences, and the demo's tokenizer."""
@@ -69,7 +74,7 @@ def config(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(config, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
-    loop.train(load_experiment(config), out, say=lambda line: None)
+    trained(load_experiment(config), out)
     return out
 
 
@@ -86,9 +91,9 @@ def test_a_run_that_is_cut_off_and_resumed_is_the_undisturbed_one(config, undist
     with monkeypatch.context() as patch:
         patch.setattr(loop.Run, "_report", fails)
         with pytest.raises(KeyboardInterrupt):
-            loop.train(load_experiment(config), tmp_path / "run", say=lambda line: None)
+            trained(load_experiment(config), tmp_path / "run")
     said: list[str] = []
-    loop.train(load_experiment(config), tmp_path / "run", resume=True, say=said.append)
+    trained(load_experiment(config), tmp_path / "run", resume=True, say=said.append)
     assert "resumed from step 4" in said and not any("least squares" in line for line in said)
     assert_same_run(tmp_path / "run", undisturbed, *FILES)
     assert sorted(losses(undisturbed)) == list(range(1, STEPS + 1))
@@ -133,7 +138,7 @@ def test_the_kept_layers_of_a_model_train_alone(config, tmp_path):
     (tmp_path / "pruned.py").write_text(text.replace('trainable="predictor"', 'trainable="all"'))
     few = ["steps=1", "optimizer.learning_rate=1e-9"]
     experiment = override(load_experiment(tmp_path / "pruned.py"), few)
-    result = loop.train(experiment, tmp_path / "run", say=lambda line: None)
+    result = trained(experiment, tmp_path / "run")
     model, params = from_pretrained(result.export, dtype="float32")
     base = from_pretrained(experiment.model, dtype="float32")
     _, want = surgery.layer_pruned(*base, (0, 2))

@@ -44,7 +44,8 @@ def experiment(tmp_path_factory) -> Experiment:
 @pytest.fixture(scope="module")
 def run(experiment, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run") / "small"
-    loop.train(experiment, out, say=lambda line: None)
+    with loop.opened(experiment, out, say=lambda line: None) as opened:
+        opened.go()
     return out
 
 

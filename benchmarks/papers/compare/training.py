@@ -10,7 +10,7 @@ from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.config import Experiment, MeshConfig, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data.samples import DataConfig
-from swiftkv_jax.distill.loop import train
+from swiftkv_jax.distill.loop import opened
 
 
 def experiment(system: System, model: str, text: str, length: int, steps: int) -> Experiment:
@@ -31,10 +31,11 @@ def trained(system: System, model: str, text: str, length: int, steps: int, out:
     Raises:
       UsageError: the run refuses its input, or a signal ended it.
     """
-    run = experiment(system, model, text, length, steps)
-    folder = out / re.sub(r"\W+", "-", run.name).strip("-")
-    result = train(run, folder, resume=folder.exists(), say=lambda line: None)
+    e = experiment(system, model, text, length, steps)
+    folder = out / re.sub(r"\W+", "-", e.name).strip("-")
+    with opened(e, folder, resume=folder.exists(), say=lambda line: None) as run:
+        result = run.go()
     if result.export is None:
-        raise UsageError(f"training {run.name} was ended by a signal: the same command goes on from {folder}")
+        raise UsageError(f"training {e.name} was ended by a signal: the same command goes on from {folder}")
     made, params = from_pretrained(str(result.export), dtype="float32")
     return system._replace(name=system.name + TRAINED, model=made, params=params)
