@@ -25,7 +25,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, RowCandidates, candidates, converted, served
-from swiftkv_jax.slim.choose import Choice, Measured
+from swiftkv_jax.slim.choose import Choice
 from swiftkv_jax.slim.hybrid import hybrids
 from swiftkv_jax.slim.measure import Reference
 
@@ -97,15 +97,17 @@ def convert(args: argparse.Namespace) -> dict:
     with working(show, f"measuring each row alone on {kept.count:,} tokens") as doing:
         reference = Reference(plain, params, kept, dtype)
         rounding = cost([])
-        options = [[Measured(c, *cost([c])) for c in row.candidates] for row in doing.counted(rows)]
+        for i, row in enumerate(doing.counted(rows)):
+            measured = (dataclasses.replace(c, **_pair(cost([c]))) for c in row.candidates)
+            rows[i] = dataclasses.replace(row, candidates=tuple(measured))
     if args.forms == AUTO:
         with working(show, "choosing rows, and measuring the whole model"):
-            chosen = choose.under(rows, options, size, rounding[0], bound, lambda picks: cost(picks)[0])
+            chosen = choose.under(rows, size, rounding[0], bound, lambda picks: cost(picks)[0])
     else:
-        chosen = choose.forced(options)
+        chosen = choose.forced(rows)
         if plan.cross or args.max_kl is not None:
             choose.check(chosen, bound, plan.name)
-    picks = [each.measured.candidate for each in chosen if each.measured]
+    picks = [each.candidate for each in chosen if each.candidate]
     with working(show, "measuring every row stored in one way"):
         every_row = _every_row(plan, rows, cost)
         for hybrid in hybrids(plain, params, fit, kept, dtype) if plan.cross and "k" in forms else ():
@@ -127,7 +129,7 @@ def convert(args: argparse.Namespace) -> dict:
         "keys_and_values": _pair(rounding),
         "whole": _pair(cost(picks)),
         "every_row": every_row,
-        "rows": [_row(plan, *each) for each in zip(rows, options, chosen, strict=True)],
+        "rows": [_row(plan, *each) for each in zip(rows, chosen, strict=True)],
     }
     _print(result)
     save_pretrained(args.out, slim, made)
@@ -154,13 +156,13 @@ def _pair(measured: tuple[float, float]) -> dict[str, float]:
     return {"kl": measured[0], "agreement": measured[1]}
 
 
-def _row(plan: KVPlan, ways: RowCandidates, options: list[Measured], chosen: Choice) -> dict:
+def _row(plan: KVPlan, ways: RowCandidates, chosen: Choice) -> dict:
     """One row's entry in slim.json."""
 
     def matrix(c: Candidate) -> str | None:
         return None if c.matrix is None else c.how
 
-    picked = chosen.measured.candidate if chosen.measured else None
+    picked = chosen.candidate
     return {
         "row": ways.row,
         "space": plan.rows[ways.row].space,
@@ -172,9 +174,8 @@ def _row(plan: KVPlan, ways: RowCandidates, options: list[Measured], chosen: Cho
         "why": chosen.why,
         "candidates": [
             {"form": c.form, "matrix": matrix(c), "ridge": c.ridge, "error": c.error}
-            | {"output_error": c.output_error, "kl": measured.kl, "agreement": measured.agreement}
-            for measured in options
-            for c in [measured.candidate]
+            | {"output_error": c.output_error, "kl": c.kl, "agreement": c.agreement}
+            for c in ways.candidates
         ],
     }
 

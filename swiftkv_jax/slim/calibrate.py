@@ -44,6 +44,7 @@ class Candidate:
       matrix: [E, E] float64, W_KV or W_VK; None for inputs. ridge: of a fit.
       error: relative error (Frobenius) of the recovered values, or keys, on the kept half.
       output_error: the same of the attention output of the first layer that reads the row.
+      kl, agreement: with the plain model, if only this row is stored so; measured last.
     """
 
     row: int
@@ -53,6 +54,8 @@ class Candidate:
     ridge: float | None = None
     error: float = 0.0
     output_error: float = 0.0
+    kl: float = 0.0
+    agreement: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

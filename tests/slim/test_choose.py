@@ -3,23 +3,26 @@
 import pytest
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.slim.calibrate import EXACT, FITTED, Candidate, Found
-from swiftkv_jax.slim.choose import Measured, check, forced, under
+from swiftkv_jax.slim.calibrate import EXACT, FITTED, Candidate, RowCandidates
+from swiftkv_jax.slim.choose import check, forced, under
 
 SIZES = {"kv": 8, "k": 4, "v": 4, "x": 3}
 
 
-def option(row: int, kl: float, form: str = "k", how: str = EXACT) -> Measured:
-    return Measured(Candidate(row, form, how), kl, 1.0)
+def option(row: int, kl: float, form: str = "k", how: str = EXACT) -> Candidate:
+    return Candidate(row, form, how, kl=kl)
+
+
+def rows(options, refused=()) -> list[RowCandidates]:
+    return [RowCandidates(i, 1.0, 1.0, tuple(each), dict(refused)) for i, each in enumerate(options)]
 
 
 def choose(options, bound: float = 1.0, plain: float = 0.0, whole=lambda picks: 0.0, refused=()):
-    found = [Found(i, 1.0, 1.0, (), dict(refused)) for i in range(len(options))]
-    return under(found, options, lambda row, form: SIZES[form], plain, bound, whole)
+    return under(rows(options, refused), lambda row, form: SIZES[form], plain, bound, whole)
 
 
 def forms(choices) -> list[str]:
-    return [c.measured.candidate.form if c.measured else "kv" for c in choices]
+    return [c.candidate.form if c.candidate else "kv" for c in choices]
 
 
 def test_the_smallest_row_under_its_share_is_taken():
@@ -36,7 +39,7 @@ def test_the_smallest_row_under_its_share_is_taken():
 def test_equal_sizes_are_decided_by_the_measured_cost(kl, how):
     options = [[option(0, kl[0]), option(0, kl[1], how=FITTED)]]
     (choice,) = choose(options)
-    assert choice.measured and choice.measured.candidate.how == how
+    assert choice.candidate and choice.candidate.how == how
 
 
 def test_the_cost_of_rounding_keys_and_values_is_not_charged_to_rows():
@@ -63,28 +66,27 @@ def test_the_worst_rows_go_back_until_the_whole_is_under_the_bound():
 
 def test_a_row_without_candidates_reports_the_reason():
     (choice,) = choose([[]], refused={"k": "layer 0: W_K is singular (condition inf)"}.items())
-    assert choice.measured is None and choice.why == "layer 0: W_K is singular (condition inf)"
+    assert choice.candidate is None and choice.why == "layer 0: W_K is singular (condition inf)"
 
 
 def test_forced_forms_use_each_rows_best_candidate_at_any_cost():
-    (choice,) = forced([[option(0, 9.0), option(0, 4.0, how=FITTED)]])
-    assert choice.measured and choice.measured.kl == 4.0
+    (choice,) = forced(rows([[option(0, 9.0), option(0, 4.0, how=FITTED)]]))
+    assert choice.candidate and choice.candidate.kl == 4.0
 
 
 def test_a_row_that_is_asked_for_and_over_the_bound_is_refused():
-    choices = forced([[option(0, 0.5)], [option(1, 2.0)], [option(2, 1.0)]])
+    choices = forced(rows([[option(0, 0.5)], [option(1, 2.0)], [option(2, 1.0)]]))
     check(choices, 2.0, "row {}".format)
     said = "row 1, stored as 'k', costs KL 2.0e\\+00, over the bound of 1.0e\\+00: use --forms auto"
     with pytest.raises(UsageError, match=said):
         check(choices, 1.0, "row {}".format)
     with pytest.raises(UsageError, match="costs KL nan"):
-        check(forced([[option(0, float("nan"))]]), 1.0, "row {}".format)
+        check(forced(rows([[option(0, float("nan"))]])), 1.0, "row {}".format)
 
 
 def test_sizes_are_compared_row_by_row():
     """All inputs of a source are one row: there they are smaller than keys, and elsewhere as large."""
     options = [[option(i, 0.1), option(i, 0.2, "x")] for i in range(2)]
-    found = [Found(i, 1.0, 1.0, (), {}) for i in range(2)]
     size = {(0, "x"): 4.0, (1, "x"): 2.0}
-    choices = under(found, options, lambda i, f: size.get((i, f), SIZES[f]), 0.0, 1.0, lambda picks: 0.0)
+    choices = under(rows(options), lambda i, f: size.get((i, f), SIZES[f]), 0.0, 1.0, lambda picks: 0.0)
     assert forms(choices) == ["k", "x"]
