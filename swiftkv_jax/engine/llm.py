@@ -308,7 +308,7 @@ class LLM:
 
         Raises:
           UsageError: no audio, an unknown language or task, or another kind of model.
-          SpeechError: the model failed on a window; its `found` is the list of all transcriptions.
+          SpeechError: the model failed on a window; its `transcriptions` are those of all inputs.
         """
         single = not isinstance(audio, list)
         transcriptions = speech.transcribe(

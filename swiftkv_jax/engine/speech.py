@@ -57,12 +57,12 @@ class SpeechError(RuntimeError):
     """The model failed on a window of some audio, which the message names.
 
     Attributes:
-      found: the transcription of every audio input; the text of one that failed lacks those windows.
+      transcriptions: of every audio input; the text of one that failed lacks those windows.
     """
 
-    def __init__(self, message: str, found: list[Transcription]):
+    def __init__(self, message: str, transcriptions: list[Transcription]):
         super().__init__(message)
-        self.found = found
+        self.transcriptions = transcriptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

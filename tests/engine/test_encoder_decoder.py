@@ -287,7 +287,7 @@ def test_a_source_that_is_not_finite_ends_alone(language, whisper, monkeypatch):
         patch.setattr(audio, "features", lambda x, how: real(x, how) * (np.nan if x.max() > loud else 1))
         with pytest.raises(speech.SpeechError) as error:
             whisper.transcribe([good, (good[0] * 2, RATE), good], language)
-    fine, bad, last = error.value.found
+    fine, bad, last = error.value.transcriptions
     assert bad.windows[0].outputs[0].finish_reason == "error"
     if language:
         assert fine.windows[0].outputs[0].token_ids == last.windows[0].outputs[0].token_ids == want
