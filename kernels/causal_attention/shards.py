@@ -22,18 +22,17 @@ class Shards:
 
     def of(self, rows: int, tokens: int, heads: int) -> "Shards":
         """The axes that are on the mesh of `jax.set_mesh` and divide a call of these sizes."""
-        mesh = jax.sharding.get_abstract_mesh()
-        sizes = {} if mesh.empty else mesh.shape
 
         def fit(names: tuple[str, ...], size: int) -> tuple[str, ...]:
-            there = tuple(name for name in names if sizes.get(name, 1) > 1)
-            return there if size % math.prod(sizes[name] for name in there) == 0 else ()
+            there = tuple(name for name in names if self.count((name,)) > 1)
+            return there if size % self.count(there) == 0 else ()
 
         return Shards(fit(self.rows, rows), fit(self.tokens, tokens), fit(self.heads, heads))
 
     def count(self, names: tuple[str, ...]) -> int:
-        """Number of parts that these axes give."""
-        return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+        """Number of parts that these axes give; one without a mesh."""
+        mesh = jax.sharding.get_abstract_mesh()
+        return 1 if mesh.empty else math.prod(mesh.shape.get(name, 1) for name in names)
 
     def run(self, function, q, k, v, segments, extra=None, extra_spec=None):
         """`function(extra, q, k, v, query segments, key segments)` on each device's part: [B, T, N, U].

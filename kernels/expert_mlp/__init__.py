@@ -1,0 +1,1 @@
+"""Gated MLPs of which each token runs some."""

@@ -1,0 +1,113 @@
+"""Gated MLPs of which each token runs some. A named implementation runs or raises; None picks by platform."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from swiftkv_jax.kernels.causal_attention.shards import WHOLE, Shards
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.expert_mlp import reference, xla
+
+EXPERT_MLP = {
+    "reference": Implementation(reference.expert_mlp),
+    "xla": Implementation(xla.expert_mlp),
+    "xla_groups": Implementation(xla.by_groups),
+}
+
+
+def expert_mlp(
+    x: Float[Array, "B T D"],
+    chosen: Int[Array, "B T k"],
+    weights: Float[Array, "B T k"],
+    gate: Float[Array, "X D F"],
+    up: Float[Array, "X D F"],
+    down: Float[Array, "X F D"],
+    *,
+    activation: Callable = jax.nn.silu,
+    implementation: str | None = None,
+    shards: Shards = WHOLE,
+) -> Float[Array, "B T D"]:
+    """Each token's weighted sum of its experts: exactly, without a capacity and without a dropped token. It
+    can be differentiated by `x`, `weights` and the experts.
+
+    Args:
+      x: [B, T, D] tokens.
+      chosen: [B, T, k] the experts of each, in [0, X) and all different.
+      weights: [B, T, k] float32 factors of their outputs.
+      gate, up: [X, D, F] and down: [X, F, D], in x's dtype: an expert is down(activation(gate x) * up x).
+      implementation: "reference", "xla" (a loop over tiles of one expert's tokens), "xla_groups"
+        (`lax.ragged_dot`, for TPUs), or None.
+      shards: the axes of the mesh that tokens are cut over, and as `heads` those of X. Each device runs its
+        own experts on its own tokens, and one all-reduce adds up the devices' sums.
+
+    Returns:
+      [B, T, D] in x's dtype.
+
+    Raises:
+      dispatch.UnsupportedError: shapes that disagree, experts that the mesh does not divide, or a call that
+        the named implementation cannot run.
+    """
+    dispatch.expect(
+        x_and_gate=(x.shape[-1:], gate.shape[1:2]),
+        x_and_chosen=(x.shape[:2], chosen.shape[:2]),
+        chosen_and_weights=(chosen, weights),
+        gate_and_up=(gate, up),
+        gate_and_down=((gate.shape[0], gate.shape[2], gate.shape[1]), down),
+    )
+    count = shards.count(shards.heads)
+    if len(gate) % count:
+        raise dispatch.UnsupportedError(f"{len(gate)} experts do not divide among {count} devices")
+    cut = shards.of(*x.shape[:2], len(gate))
+
+    def own(x, chosen, *rest):
+        """What one device's experts add to its tokens."""
+        weights, *experts = rest
+        first = lax.axis_index(cut.heads) * len(experts[0]) if cut.heads else 0
+        here = (chosen >= first) & (chosen < first + len(experts[0]))
+        chosen = jnp.where(here, chosen - first, len(experts[0]))
+        flat = (y.reshape(-1, y.shape[-1]) for y in (x, chosen, weights))
+        args, options = (*flat, *experts), {"activation": activation}
+        return dispatch.call("expert_mlp", EXPERT_MLP, implementation, args, options).reshape(x.shape)
+
+    arrays = (x, chosen, weights, gate, up, down)
+    return _on_devices(own, cut)(*arrays) if cut != WHOLE else own(*arrays)
+
+
+def _on_devices(own: Callable, cut: Shards) -> Callable:
+    """`own` on each device's tokens and experts, and the sum over the experts' devices. Its gradient is
+    written out, as that of a sum over devices would be one more sum."""
+    tokens, experts = PartitionSpec(cut.rows or None, cut.tokens or None), PartitionSpec(cut.heads or None)
+    arrays = (*(tokens,) * 3, *(experts,) * 3)
+    added = partial(lax.psum, axis_name=cut.heads) if cut.heads else lambda y: y
+    held = (*cut.rows, *cut.tokens)
+
+    @jax.custom_vjp
+    def run(*args):
+        return jax.shard_map(
+            lambda *args: added(own(*args)), in_specs=arrays, out_specs=tokens, check_vma=False
+        )(*args)
+
+    def back(slope, x, chosen, *rest):
+        _, pull = jax.vjp(lambda x, *rest: own(x, chosen, *rest), x, *rest)
+        x, weights, *experts = pull(slope)
+        experts = lax.psum(experts, held) if held else experts
+        return *added((x, weights)), *experts
+
+    def backward(args, slope):
+        pull = jax.shard_map(
+            back,
+            in_specs=(tokens, *arrays),
+            out_specs=(*(tokens,) * 2, *(experts,) * 3),
+            check_vma=False,
+        )
+        x, *rest = pull(slope, *args)
+        return x, None, *rest
+
+    run.defvjp(lambda *args: (run(*args), args), backward)
+    return run
