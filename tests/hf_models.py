@@ -52,6 +52,8 @@ TWO_TABLES = {
     "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+MOE = {"num_experts_per_tok": 3}
+QWEN_MOE = MOE | {"num_experts": 7, "moe_intermediate_size": 28}
 SMALL_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 30, "sliding_window": 7}
 # name -> (model_type, fields that differ from BASE)
@@ -158,6 +160,13 @@ CASES: dict[str, tuple[str, dict]] = {
         {"sliding_window": 7, "layer_types": MIXED, "rope_parameters": TWO_TABLES, "attention_bias": True},
     ),
     "olmo3_default": ("olmo3", {"sliding_window": 7, "rope_theta": 5e5}),
+    "mixtral": ("mixtral", MOE | {"num_local_experts": 5, "sliding_window": 7, "head_dim": 20}),
+    "mixtral_one": ("mixtral", MOE | {"num_local_experts": 4, "num_experts_per_tok": 1}),
+    "qwen2_moe": ("qwen2_moe", QWEN_MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen3_moe": ("qwen3_moe", QWEN_MOE | {"head_dim": 20, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe_window": ("qwen3_moe", QWEN_MOE | {"attention_bias": True} | WINDOWED),
+    "olmoe": ("olmoe", MOE | {"num_experts": 7, "clip_qkv": 1.5, "num_key_value_heads": 4} | SMALL_IDS),
+    "olmoe_normalised": ("olmoe", MOE | {"num_experts": 6, "norm_topk_prob": True} | SMALL_IDS),
     "exaone4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2}),
     "exaone4_no_window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
 }

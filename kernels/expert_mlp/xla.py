@@ -134,7 +134,7 @@ def by_groups(x, chosen, weights, gate, up, down, *, activation):
         rows = jnp.where(own, x[order // per_token], 0)  # behind the groups anything may come out
         hidden = activation(product(rows, gate)) * product(rows, up)
         y = jnp.where(own, product(hidden, down), 0)[jnp.argsort(order)].reshape(*chosen.shape, -1)
-        return jnp.sum(weights[..., None] * y, axis=1).astype(x.dtype)
+        return jnp.einsum("tkd,tk->td", y, weights, precision="highest").astype(x.dtype)
 
     blocks = -(-len(x) // _BLOCK)
     if blocks == 1:

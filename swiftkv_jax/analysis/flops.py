@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.experts import EXPERTS
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import SELF, KVPlan, Prediction
 from swiftkv_jax.core.cache import EIGHT_BIT
@@ -227,12 +228,18 @@ def _layers(config: ModelConfig, first: int, last: int) -> dict[str, float]:
     sizes = [kind.sizes for kind in config.kinds[first:last]]
     per_head = 2.0 * config.hidden_size * config.head_dim
     heads = per_head * sum(each.num_heads for each in sizes)
-    ffn = sum(each.intermediate_size for each in sizes)
+    ffn, router = 0, 0  # of an expert layer, what one token runs
+    for kind in config.kinds[first:last]:
+        if kind.mlp == EXPERTS and (experts := config.experts):
+            ffn += experts.per_token * experts.width + experts.shared
+            router += experts.count + experts.shared_gate
+        else:
+            ffn += kind.sizes.intermediate_size
     return {
         "kv": 2 * per_head * sum(each.num_kv_heads for each in sizes),
         "q": heads,
         "o": heads,
-        "mlp": (2 + config.gated) * 2.0 * config.hidden_size * ffn,
+        "mlp": 2.0 * config.hidden_size * ((2 + config.gated) * ffn + router),
     }
 
 

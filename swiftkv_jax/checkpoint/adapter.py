@@ -263,7 +263,7 @@ def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:
                 ("bias", "bias", (outside,)),
             ):
                 path = ("rows", number, f"{name}_proj", leaf)
-                slot = Slot(path=path, index=index, transposed=leaf == "kernel", shape=shape)
+                slot = Slot(path=path, index=(index,), transposed=leaf == "kernel", shape=shape)
                 out[f"rows.{row}.{name}.{stored}"] = slot
     return out
 

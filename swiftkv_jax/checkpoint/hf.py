@@ -210,11 +210,12 @@ def load(weight: Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Arr
         spans = [slice(*s.indices(size)[:2]) for s, size in zip(index, weight.shape, strict=True)]
         if not parts:  # an empty array (`rows.NOTHING`)
             return np.zeros([s.stop - s.start for s in spans], dtype)
-        if parts[0][0].index is None:
-            return _read(*parts[0], spans=spans, dtype=dtype)
+        stacked = len(parts[0][0].index)
         out = np.empty([s.stop - s.start for s in spans], dtype)
-        for i, part in enumerate(parts[spans[0]]):
-            out[i] = _read(*part, spans=spans[1:], dtype=dtype)
+        for slot, *where in parts:
+            index = [i - s.start for i, s in zip(slot.index, spans, strict=False)]
+            if all(0 <= i < size for i, size in zip(index, out.shape, strict=False)):
+                out[tuple(index)] = _read(slot, *where, spans=spans[stacked:], dtype=dtype)
         return out
 
     return jax.make_array_from_callback(weight.shape, place, shard)

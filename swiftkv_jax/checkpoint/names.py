@@ -29,6 +29,10 @@ _PARTS: dict[Path, str] = {
     ("mlp", "gate_proj"): "mlp.gate_proj",
     ("mlp", "up_proj"): "mlp.up_proj",
     ("mlp", "down_proj"): "mlp.down_proj",
+    ("mlp", "router"): "mlp.gate",
+    **{("mlp", "experts", name): f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{("mlp", "shared", name): f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    ("mlp", "shared_gate"): "mlp.shared_expert_gate",
     ("k_proj",): "self_attn.k_proj",
     ("v_proj",): "self_attn.v_proj",
     ("k_norm",): "self_attn.k_norm",
@@ -55,7 +59,7 @@ class Names:
 
     Attributes:
       layer: the prefix before a layer's number. parts: our path of a part of a layer, or of a row, -> its
-        name. top: the same for everything outside of layers.
+        name, with {} in the place of an expert's number. top: the same for everything outside of layers.
       fused: the name of a tensor -> the parts whose outputs it holds, concatenated. Layers in which SwiftKV
         replaced one of them store each part by itself.
       encoder: the names of the encoder's tensors; None: there is no encoder.
@@ -115,6 +119,10 @@ _OPENELM_TOP = {
     ("embed",): "transformer.token_embeddings",
     ("norm",): "transformer.norm",
     ("shared_norm",): "transformer.norm_swiftkv",
+}
+_MIXTRAL = {("mlp", "router"): "block_sparse_moe.gate"} | {
+    ("mlp", "experts", name): f"block_sparse_moe.experts.{{}}.{theirs}"
+    for name, theirs in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items()
 }
 _GPT2 = {
     ("attentions", 0, "norm"): "ln_1",
@@ -225,6 +233,7 @@ _NAMES = {
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), Names(parts=_PARTS | _AFTER)),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA2),
     "glm4": Names(parts=_PARTS | _GLM4, fused=_GATE_UP),
+    "mixtral": Names(parts=_PARTS | _MIXTRAL),
     "phi3": Names(
         fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_GATE_UP}
     ),
@@ -237,7 +246,8 @@ class Slot:
 
     Attributes:
       path: keys from the root to our array.
-      index: the tensor's place in a stack, None when it is the whole array.
+      index: the tensor's place in a stack, and in the stack of a layer's experts; () when it is the whole
+        array.
       transposed: a kernel, [out, in] in the checkpoint and [in, out] here.
       width: of the heads that its outputs are split into here, when a kernel is [heads, in, width]; else 0.
       shape: the tensor's shape in the checkpoint.
@@ -245,7 +255,7 @@ class Slot:
     """
 
     path: Path
-    index: int | None
+    index: tuple[int, ...]
     transposed: bool
     width: int = 0
     shape: tuple[int, ...]
@@ -262,7 +272,7 @@ class Slot:
 
     def part(self, leaf):
         """This tensor's part of our array, in our layout."""
-        return leaf if self.index is None else leaf[self.index]
+        return leaf[self.index] if self.index else leaf
 
     def read(self, tensor, spans: list[slice]) -> np.ndarray:
         """Read `spans` of our part, in our layout, from the checkpoint's tensor (or a lazy slice of it)."""
@@ -321,11 +331,16 @@ def _slots(
             continue  # see `rows.NOTHING`
         top, kind = _part_and_kind(path)
         if top in names.top:
-            out[f"{names.top[top]}.{kind}"] = _slot(names, path, weight.shape, None)
+            out[f"{names.top[top]}.{kind}"] = _slot(names, path, weight.shape, ())
             continue
         held = stacks[0 if path[0] == "layers" else 1][typing.cast(int, path[1])]
         for index, number in enumerate(held):
-            out[_layer_name(names, plan, number, path)] = _slot(names, path, weight.shape[1:], index)
+            name = _layer_name(names, plan, number, path)
+            if "experts" not in path:
+                out[name] = _slot(names, path, weight.shape[1:], (index,))
+                continue
+            for expert in range(weight.shape[1]):
+                out[name.format(expert)] = _slot(names, path, weight.shape[2:], (index, expert))
     return dict(sorted(_fused(names, out).items(), key=lambda item: _order(names, item[0])))
 
 
@@ -413,7 +428,7 @@ def _part_and_kind(path: Path) -> tuple[Path, str]:
     return (*rest, name), "weight" if name == last else "bias"
 
 
-def _slot(names: Names, path: Path, shape: tuple[int, ...], index: int | None) -> Slot:
+def _slot(names: Names, path: Path, shape: tuple[int, ...], index: tuple[int, ...]) -> Slot:
     transposed = path[-1] == "lm_head" or (path[-1] == "kernel" and not names.inputs_first)
     width = shape[-1] if len(shape) == {"kernel": 3, "bias": 2}.get(str(path[-1])) else 0
     if width:

@@ -30,12 +30,14 @@ class Family:
       out_bias: the field that says whether the output projection of attention has a bias; "": it has none.
       window: the layers that have it if config.json lists no `layer_types`: "" none, "every", "late" (from
         `max_window_layers` on, if `use_sliding_window`), "pattern" (all but each `pattern`-th), "unturned"
-        (those without rotary embedding, if `use_sliding_window`).
+        (those without rotary embedding, if `use_sliding_window`), "switched" (all, if `use_sliding_window`).
       pattern: the default of `sliding_window_pattern`.
       ropes: the layers whose rotary table differs: "" none; "window": layers with a window have their own,
         without scaling; "unlisted": those whose `no_rope_layers` is 0 have none; "global": those without a
         window have none, if others have one.
       rope: fields of RopeConfig that differ from the defaults.
+      experts: field of `Experts` -> the field of config.json that says it, or its value for the whole family;
+        empty: the family has none.
       sizes: how its layers' own numbers of heads and MLP widths are listed, a key of `sizes.READ`; "": all
         layers have the same.
     """
@@ -59,6 +61,7 @@ class Family:
     ropes: str = ""
     rope: _Fields = dataclasses.field(default_factory=dict)
     sizes: str = ""
+    experts: _Fields = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,18 @@ _LOGITS_CAP: dict[str, tuple[str, int | float]] = {"logits_softcap": ("final_log
 _OLMO2 = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_whole": True}
 # The fields of `Sizes`, by Llama's names.
 OF_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+# Mixtures of experts: what was needed to train them.
+_OF_ROUTERS = ("output_router_logits", "router_aux_loss_coef")
+_OF_QWEN_EXPERTS = (
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
+    "decoder_sparse_step mlp_only_layers"
+).split()
+_QWEN_EXPERTS = {
+    "count": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalise": "norm_topk_prob",
+}
 _LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
 
 FAMILIES: dict[str, Family] = {
@@ -136,6 +151,47 @@ FAMILIES: dict[str, Family] = {
         fields={"qk_norm": True},
         defaults={"head_dim": 128},
         reads=("attention_bias",),
+    ),
+    "mixtral": Family(
+        architecture="Mixtral",
+        window="every",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        reads=("num_local_experts", "num_experts_per_tok"),
+        inert=(*_OF_ROUTERS, "router_jitter_noise"),
+        experts={
+            "count": "num_local_experts",
+            "per_token": "num_experts_per_tok",
+            "width": "intermediate_size",
+            "normalise": True,
+        },
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2Moe",
+        window="switched",
+        fields={"qkv_bias": True},
+        neutral={"qkv_bias": (True, None), "use_sliding_window": (False, None)},
+        defaults={"norm_topk_prob": False},
+        reads=(*_OF_QWEN_EXPERTS, "shared_expert_intermediate_size"),
+        inert=_OF_ROUTERS,
+        experts=_QWEN_EXPERTS | {"shared": "shared_expert_intermediate_size", "shared_gate": True},
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3Moe",
+        window="switched",
+        fields={"qk_norm": True},
+        defaults={"norm_topk_prob": False},
+        reads=("attention_bias", *_OF_QWEN_EXPERTS),
+        inert=_OF_ROUTERS,
+        experts=_QWEN_EXPERTS,
+    ),
+    "olmoe": Family(
+        architecture="Olmoe",
+        fields={"qk_norm": True, "qk_norm_whole": True},
+        defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        reads=("attention_bias", "clip_qkv", "num_experts", "num_experts_per_tok", "norm_topk_prob"),
+        inert=_OF_ROUTERS,
+        numbers={"clip_qkv": ("clip_qkv", 1)},
+        experts=_QWEN_EXPERTS | {"width": "intermediate_size"},
     ),
     "gemma": Family(
         architecture="Gemma",

@@ -12,6 +12,7 @@ from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.common.folder import read_json
 from swiftkv_jax.config.families import FAMILIES, OF_SIZES, WRAPPERS, Family
+from swiftkv_jax.config.experts import experts_from_hf, experts_written
 from swiftkv_jax.config.gguf import config_of
 from swiftkv_jax.config.gguf_header import gguf_of
 from swiftkv_jax.config.rope import NONE, RopeConfig
@@ -289,6 +290,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "mlp_bias": flag(raw, "mlp_bias"),
         "windows": windows,
         "sizes": sizes,
+        **experts_from_hf(FAMILIES[family].experts, raw, integer(raw, "num_hidden_layers")),
         "exit_head": flag(raw, "exit_head"),
         **_ropes_from_hf(family, raw, windows),
         **numbers,
@@ -345,7 +347,7 @@ def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
     """Each layer's window, from the flags or from `layer_types` (which wins, as in transformers)."""
     layers, which = integer(raw, "num_hidden_layers"), FAMILIES[family].window
     window = raw.get("sliding_window")
-    if which in ("late", "unturned") and not flag(raw, "use_sliding_window"):
+    if which in ("late", "unturned", "switched") and not flag(raw, "use_sliding_window"):
         window = None
     if family == "llama" and raw.get("use_sliding_window") is False:
         window = None  # a Qwen checkpoint converted to a Llama
@@ -444,9 +446,10 @@ def written_fields(config: typing.Any) -> dict:
     sliding = [window for window in config.windows if window != FULL_ATTENTION]
     window, out = sliding[0] if sliding else None, sizes_written(family.sizes, config)
     types = [_FULL if w == FULL_ATTENTION else _SLIDING for w in config.windows]
+    out |= experts_written(family.experts, family.reads, config)
     if family.window:
         out["sliding_window"] = window
-    if family.window in ("late", "unturned"):
+    if family.window in ("late", "unturned", "switched"):
         out["use_sliding_window"] = bool(sliding)
     if family.window == "late":
         out["max_window_layers"] = next((j for j, w in enumerate(types) if w == _SLIDING), len(types))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.config.encoders import family_fields, family_written
+from swiftkv_jax.config.experts import EXPERTS, Experts
 from swiftkv_jax.config.families import FAMILIES, WRAPPERS
 from swiftkv_jax.config.hf import (
     FULL_ATTENTION,
@@ -70,6 +71,7 @@ class ModelConfig:
         to the stream, and of the normed stream before the head.
       windows: keys that a query sees in each layer, its own included; FULL_ATTENTION for all.
       mlps: the kind of each layer's MLP, a key of `layers.MLPS`; empty: all are dense.
+      experts: those of the layers whose kind of MLP is "experts"; None: there are none.
       ropes: the rotary embedding of each layer; empty: that of all is `rope`.
       sizes: the numbers of heads and the MLP width of each layer; empty: those of all are num_heads,
         num_kv_heads and intermediate_size, which are otherwise the largest of them. A layer with fewer query
@@ -123,6 +125,7 @@ class ModelConfig:
     unused_positions: int = 0
     windows: tuple[int, ...] = ()
     mlps: tuple[str, ...] = ()
+    experts: Experts | None = None
     ropes: tuple[RopeConfig, ...] = ()
     sizes: tuple[Sizes, ...] = ()
     dtype: str = "float32"
@@ -176,6 +179,8 @@ class ModelConfig:
         for name in ("mlps", "ropes", "sizes"):
             if len(given := getattr(self, name)) not in (0, self.num_layers):
                 raise UsageError(f"{name} needs one for each of {self.num_layers} layers, not {given}")
+        if (EXPERTS in self.mlps) != (self.experts is not None):
+            raise UsageError(f"mlps and experts must both name experts, or none: {self.mlps}, {self.experts}")
         if set(self.ropes) == {self.rope}:
             object.__setattr__(self, "ropes", ())
         if len(set(self.sizes)) == 1:

@@ -1,5 +1,6 @@
 """The parts of a decoder layer, as functions of parameters and arrays."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.core.pytree import pytree, static
 from swiftkv_jax.core.shapes import Angles, Array, Float, Hidden, Int, PyTree, Queries, Weight
+from swiftkv_jax.core.sharding import SHARDS
 from swiftkv_jax.kernels.common.dispatch import device
 from swiftkv_jax.kernels.common.mask import weights_of
+from swiftkv_jax.kernels.expert_mlp.api import expert_mlp
 
 
 def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
@@ -371,7 +375,75 @@ class Dense:
 
 
 _INNER = {True: ("gate_proj", "up_proj"), False: ("up_proj",)}
-MLPS: dict[str, Mlp] = {"dense": Dense()}  # by the names in `ModelConfig.mlps`
+
+
+class ExpertMlp:
+    """Gated MLPs of which each token runs some, and one that all tokens run, if the model has it."""
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        experts = experts_of(config)
+        count, width, ffn = experts.count, config.hidden_size, experts.width
+        inner = {"kernel": Weight((count, width, ffn), "X D .", 0.02)}
+        outer = {"kernel": Weight((count, ffn, width), "X . D", residual_std(config))}
+        tree = {
+            "router": linear_weights(("D", width), (".", count), False, 0.02),
+            "experts": {"gate_proj": inner, "up_proj": inner, "down_proj": outer},
+        }
+        if experts.router == "noaux_tc":
+            tree["choice"] = Weight((count,), ".")
+        if experts.shared:
+            tree["shared"] = MLPS["dense"].weights(shared_mlp(config))
+        if experts.shared_gate:
+            tree["shared_gate"] = linear_weights(("D", width), (".", 1), False, 0.02)
+        return tree
+
+    def __call__(self, config: ModelConfig, p: PyTree, h: Hidden) -> Hidden:
+        experts, rows = experts_of(config), h if h.ndim == 3 else h[None]
+        wide = rows.astype(jnp.float32)
+        scores = jnp.matmul(wide, kernel_of(p["router"], jnp.float32), precision="highest")
+        chosen, shares = route(experts, scores, p.get("choice"))
+        kernels = [kernel_of(p["experts"][name], h.dtype) for name in ("gate_proj", "up_proj", "down_proj")]
+        options = {"activation": _ACTIVATIONS[config.activation], "shards": SHARDS}
+        out = expert_mlp(rows, chosen, shares, *kernels, **options).reshape(h.shape)
+        if not experts.shared:
+            return out
+        common = MLPS["dense"](config, p["shared"], h)
+        gate = jax.nn.sigmoid(linear(h, p["shared_gate"])) if experts.shared_gate else 1
+        return out + gate * common
+
+
+def experts_of(config: ModelConfig) -> Experts:
+    assert config.experts is not None  # see `ModelConfig`
+    return config.experts
+
+
+def shared_mlp(config: ModelConfig) -> ModelConfig:
+    """The config of the MLP that all tokens run beside their experts."""
+    return dataclasses.replace(config, sizes=(), intermediate_size=experts_of(config).shared)
+
+
+def route(
+    experts: Experts, scores: Float[Array, "*batch X"], bias: Float[Array, " X"] | None
+) -> tuple[Int[Array, "*batch k"], Float[Array, "*batch k"]]:
+    """Each token's experts and their weights, by the router's `scores` and the `bias` of "noaux_tc", in
+    float32."""
+    by_sigmoid = experts.router == "noaux_tc"
+    likely = jax.nn.sigmoid(scores) if by_sigmoid else jax.nn.softmax(scores, axis=-1)
+    ranked = likely if bias is None else likely + bias.astype(jnp.float32)
+    if experts.router != "greedy":
+        groups = ranked.reshape(*ranked.shape[:-1], experts.groups, -1)
+        best = jnp.sum(jax.lax.top_k(groups, 2 if by_sigmoid else 1)[0], axis=-1)
+        _, kept = jax.lax.top_k(best, experts.top_groups)
+        alive = jnp.any(kept[..., None] == jnp.arange(experts.groups), axis=-2)
+        ranked = jnp.where(alive[..., None], groups, -jnp.inf).reshape(ranked.shape)
+    _, chosen = jax.lax.top_k(ranked, experts.per_token)
+    shares = jnp.take_along_axis(likely, chosen, axis=-1)
+    if experts.normalise:
+        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + 1e-20)
+    return chosen, shares * experts.scale
+
+
+MLPS: dict[str, Mlp] = {"dense": Dense(), "experts": ExpertMlp()}  # by the names in `ModelConfig.mlps`
 
 
 def residual_std(config: ModelConfig) -> float:

@@ -20,6 +20,7 @@ from swiftkv_jax.core.ends import Decoder, embed, exit_logits, logits, normalise
 from swiftkv_jax.core.layers import MLPS, Rotary, causal_bias, decoder_layer
 from swiftkv_jax.core.rows import FORMS, Raw, reader_of
 from swiftkv_jax.core.shapes import Array, Float, Int, PyTree
+from swiftkv_jax.core.sharding import under
 
 
 class Ran(NamedTuple):
@@ -114,7 +115,7 @@ def run(
         reads = [partial(cache.attend, rows[0], readers[0], batch=batch, window=kind.window, bias=bias)]
         if plan.cross:
             reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
-        x = decoder_layer(config, p, x, at.of(config, maker), reads, MLPS[kind.mlp])
+        x = decoder_layer(config, p, x, at.of(config, maker), reads, under(MLPS[kind.mlp], cache.mesh))
     return Ran(x, cache, raw)
 
 

@@ -4,6 +4,7 @@ B  batch rows        T  tokens of a row, or of a flat ragged batch     Q  sequen
 S  cached tokens     M  survivors: positions whose logits are wanted   C  tokens of one attention block
 D  model width       F  ffn width     V  vocabulary                    L  layers
 N  query heads       K  kv heads      G  N // K                        H  head width
+X  experts           k  experts of a token
 R  cache rows        P  pages         Z  tokens in a page              E  K * H, one token's keys in one row
 """
 

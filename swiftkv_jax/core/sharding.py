@@ -15,8 +15,8 @@ from swiftkv_jax.kernels.causal_attention.shards import Shards
 
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 
-# Weights: their model-width axis is split over `fsdp` (gathered for use), heads, ffn and vocabulary over
-# `tensor`. Activations: batch rows over `data` and `fsdp` together, the tokens of a row over `context`, their
+# Weights: their model-width axis is split over `fsdp` (gathered for use), heads, ffn, experts and
+# vocabulary over `tensor`. Activations: batch rows over `data` and `fsdp` together, the tokens of a row over `context`, their
 # width ('.') not at all.
 RULES: dict[str, str | tuple[str, ...]] = {
     "B": ("data", "fsdp"),
@@ -27,6 +27,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "E": "tensor",
     "F": "tensor",
     "V": "tensor",
+    "X": "tensor",
 }
 
 
@@ -153,6 +154,16 @@ def on_own_heads(run: Callable, mesh: Mesh | None, cut: bool, axes, out) -> Call
 
     specs, outside = jax.tree.map(place, (axes, out))
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=outside, check_vma=False)
+
+
+def under(run: Callable, mesh: Mesh | None) -> Callable:
+    """`run` with `mesh` as that of `jax.set_mesh`."""
+
+    def inside(*args, **options):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return run(*args, **options)
+
+    return run if mesh is None or mesh.size == 1 else inside
 
 
 def pieces(letter: str, size: int) -> int:

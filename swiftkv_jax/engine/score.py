@@ -18,6 +18,7 @@ from swiftkv_jax.core.predict import Predicted, generator
 from swiftkv_jax.core.rows import rounded
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.shapes import Array, Int, PyTree
+from swiftkv_jax.core.sharding import under
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE, Choice, logprobs
@@ -94,7 +95,7 @@ def scores(
         def attend(q, k, v, _, window, **bias):
             return causal_attention(q, k, v, None, window, implementation=attention, **bias)
 
-        x = forward(model, params, tokens, places, attention=attend, **served)[0]
+        x = under(forward, mesh)(model, params, tokens, places, attention=attend, **served)[0]
     model, params = generator(model, params)
 
     def block(part):
