@@ -165,7 +165,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen2_moe": ("qwen2_moe", QWEN_MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen3_moe": ("qwen3_moe", QWEN_MOE | {"head_dim": 20, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe_window": ("qwen3_moe", QWEN_MOE | {"attention_bias": True} | WINDOWED),
-    "olmoe": ("olmoe", MOE | {"num_experts": 7, "clip_qkv": 1.5, "num_key_value_heads": 4} | SMALL_IDS),
+    "olmoe": ("olmoe", MOE | {"num_experts": 7, "num_key_value_heads": 4} | SMALL_IDS),
     "olmoe_normalised": ("olmoe", MOE | {"num_experts": 6, "norm_topk_prob": True} | SMALL_IDS),
     "exaone4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2}),
     "exaone4_no_window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),

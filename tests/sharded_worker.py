@@ -4,12 +4,14 @@ device.
     python sharded_worker.py NAME ...
 
 Prints one JSON object with what each name asks for: "swiftkv MESH", "all MESH" or "predictor MESH"
-(training), "generate MESH", "guess MESH", where MESH is (data, fsdp, tensor).
+(training), "generate MESH", "guess MESH", "experts MESH" (the kernel), where MESH is (data, fsdp, tensor).
+"moe-NAME MESH" is the same of a model with experts.
 """
 
 import ast
 import dataclasses
 import json
+import re
 import sys
 from functools import cache, partial
 
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, sharding, surgery, weights
@@ -29,16 +32,22 @@ from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.kernels.causal_attention import reference, splash
+from swiftkv_jax.kernels.expert_mlp import cases
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
 )
+MOE = dataclasses.replace(
+    CONFIG,
+    mlps=("dense", "experts", "experts", "experts"),
+    experts=Experts(count=4, per_token=2, width=24, normalise=True, shared=20, shared_gate=True),
+)
 PLAN = KVPlan.swiftkv(4, 2, 2)
 
 
-def teacher():
-    model = Transformer(CONFIG, KVPlan.standard(4))
-    params = weights.init(CONFIG, model.plan, jax.random.key(0))
+def teacher(config: ModelConfig = CONFIG):
+    model = Transformer(config, KVPlan.standard(4))
+    params = weights.init(config, model.plan, jax.random.key(0))
     return model, jax.tree.map(lambda x: x * 8 if x.ndim > 2 else x, params)
 
 
@@ -64,14 +73,14 @@ def predicted():
     return model, steps.masters(tree), frozen
 
 
-def trained(mesh, trainable: str):
+def trained(mesh, trainable: str, config: ModelConfig = CONFIG):
     """Parameters after three steps, their gradients' means (Adam's), and metrics."""
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.0)
     if trainable == "predictor":
         student, tree, frozen = predicted()
         loss = PredictionLossConfig(kl_weight=1.0, chunk_mib=0.01)
     else:
-        student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", trainable)
+        student, tree, frozen = steps.prepare(*teacher(config), PLAN, "fold", trainable)
         loss = LossConfig(hidden_weight=0.3, chunk_mib=0.01)
     if trainable == "all":
         loss = LossConfig(kl_weight=0.0, lm_weight=1.0)
@@ -91,12 +100,12 @@ def trained(mesh, trainable: str):
     return jax.device_get((state.trainable, means, metrics)), split
 
 
-def generated(mesh, drafts: int = 0):
+def generated(mesh, drafts: int = 0, config: ModelConfig = CONFIG):
     """Greedy tokens; `drafts` of them guessed at a time by an exit head, the model's own final one."""
-    student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", "swiftkv")
+    student, tree, frozen = steps.prepare(*teacher(config), PLAN, "fold", "swiftkv")
     params = steps.merge(tree, frozen.student)
     params["exit"] = {"norm": params["norm"], "lm_head": params["lm_head"]}
-    student = dataclasses.replace(student, config=dataclasses.replace(CONFIG, exit_head=True))
+    student = dataclasses.replace(student, config=dataclasses.replace(config, exit_head=True))
     place = weights.abstract(student.config, PLAN, jnp.float32, mesh)
     place = jax.tree.map(lambda leaf: leaf.sharding, place)
     llm = LLM.from_model(
@@ -136,20 +145,42 @@ def splash_on_a_mesh(window: int) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(got, want, strict=True))
 
 
+def experts_on(mesh) -> dict:
+    """The largest difference from the definition, of sums and gradients, relative to the largest number; and
+    the all-reduces of the sums."""
+    case = dataclasses.replace(cases.SMALL["larger_tiles"], tokens=400)
+    args = case.make()[0]
+    want = case.expected()
+    with jax.set_mesh(mesh):
+        run = jax.jit(case.by("xla", sharding.SHARDS))
+        got = case.results(run).parts
+        alone = dataclasses.replace(case, gradient=False)
+        text = jax.jit(alone.by("xla", sharding.SHARDS)).lower(*args).compile().as_text()
+    off = {name: float(np.abs(got[name] - y).max() / np.abs(y).max()) for name, y in want.items()}
+    return {"worst": max(off.values()), "reduced": len(re.findall(r" all-reduce(?:-start)?\(", text))}
+
+
 @cache
-def alone(what: str):
+def alone(what: str, config: ModelConfig):
     """The same on one device; guesses change no token."""
     one = sharding.make_mesh(devices=jax.devices()[:1])
-    return trained(one, what)[0] if what in ("swiftkv", "all", "predictor") else generated(one)
+    if what in ("swiftkv", "all", "predictor"):
+        return trained(one, what, config)[0]
+    return generated(one, config=config)
 
 
 def found(what: str, mesh) -> dict:
+    config = MOE if what.startswith("moe-") else CONFIG
+    what = what.removeprefix("moe-")
+    if what == "experts":
+        return experts_on(mesh)
     if what in ("generate", "guess"):
-        return {"same": generated(mesh, drafts=2 * (what == "guess")) == alone("generate")}
+        tokens = generated(mesh, 2 * (what == "guess"), config)
+        return {"same": tokens == alone("generate", config)}
     if what.startswith("splash"):
         return {"worst": splash_on_a_mesh(int(what.removeprefix("splash")))}
-    got, split = trained(mesh, what)
-    parts = [jax.tree.map(np.subtract, *pair) for pair in zip(got, alone(what), strict=True)]
+    got, split = trained(mesh, what, config)
+    parts = [jax.tree.map(np.subtract, *pair) for pair in zip(got, alone(what, config), strict=True)]
     # For a gradient near 0, rounding decides the sign of Adam's step: parameters are compared by each array's
     # root mean square, which no single number moves; the largest difference has a bound of its own.
     moved = max(float(np.sqrt(np.mean(x**2))) for x in jax.tree.leaves(parts[0]))

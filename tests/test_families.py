@@ -25,9 +25,20 @@ from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import hadamard_inputs
 from swiftkv_jax.engine.llm import LLM
 
-UNCODED = ("olmo", "gpt2", "opt")  # families whose students have no PyTorch code
-NEW = [name for name, (family, _) in hf_models.CASES.items() if family not in ("llama", "mistral")]
-NEW = [name for name in NEW if not name.startswith("qwen")]
+UNCODED = (
+    "olmo",
+    "gpt2",
+    "opt",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+)  # families whose students have no PyTorch code
+NEW = [
+    name
+    for name, (family, _) in hf_models.CASES.items()
+    if family not in ("llama", "mistral", "qwen2", "qwen3")
+]
 ONE_OF_EACH = list({hf_models.CASES[name][0]: name for name in reversed(NEW)}.values())[::-1]
 LENGTHS = (1, 19, 3, 33, 8, 2)
 SIZES = tiny.SIZES | {"max_model_len": 64}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ODD, PLAIN, REPEATED, SIZED, sized, tiny
+from tiny_models import MOE, ODD, PLAIN, REPEATED, SIZED, sized, tiny
 
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
@@ -101,11 +101,13 @@ def check_step(plan, config, chunks, choose=lambda i: True) -> int:
 
 
 OF_OWN_SIZES = [("standard", SIZED), ("split1x2", SIZED), ("split2", REPEATED)]
-EVERY = [(plan, ODD) for plan in PLANS] + OF_OWN_SIZES
+EVERY = [(plan, ODD) for plan in PLANS] + OF_OWN_SIZES + [("split2", MOE)]
 
 
 @pytest.mark.slow("split1x2", "split1x3", "split2", "split3", "cross_layer", "sized", "repeated_split2")
-@pytest.mark.parametrize("plan, config", EVERY, ids=[*PLANS, "sized", "sized_split1x2", "repeated_split2"])
+@pytest.mark.parametrize(
+    "plan, config", EVERY, ids=[*PLANS, "sized", "sized_split1x2", "repeated_split2", "moe"]
+)
 def test_step_is_forward_for_every_plan(plan, config):
     """They agree at every position of a ragged, chunked, padded batch over shuffled pages amid NaN."""
     assert check_step(PLANS[plan], config, [(5, 4, 7), (0, 0, 3), (8, 0, 1), (6, 0, 0)]) == sum(LENGTHS)

@@ -2,6 +2,7 @@
 others are refused by the name of their model's type."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -64,6 +65,24 @@ def test_a_checkpoint_of_our_families_has_as_many_parameters_as_the_hub_counts(n
     assert weights.count(weights.weights(load(name), plan)) == PARAMETERS[name]
 
 
+# transformers' name of a part of Mixtral -> that of its files.
+MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def apart(tensors: dict[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors as files hold them: transformers stacks experts when it loads them."""
+    out = {}
+    for name, shape in tensors.items():
+        head, mark, part = name.partition(".experts.")
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for expert, own in itertools.product(range(shape[0] if mark else 0), parts):
+            out[f"{head}.experts.{expert}.{own}.weight"] = (shape[1] // len(parts), shape[2])
+        out |= {} if mark else {name: shape}
+    for old, new in MIXTRAL.items() if kind == "mixtral" else ():
+        out = {name.replace(old, new): shape for name, shape in out.items()}
+    return out
+
+
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if "SwiftKV" not in name])
 def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(name):
     """Models of two layers are made on torch's meta device, without weights."""
@@ -80,12 +99,14 @@ def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(
         field: value[:2] for field, value in fields.items() if field in ("layer_types", "no_rope_layers")
     }
     theirs = transformers.AutoConfig.for_model(raw["model_type"], **fields | short | {"num_hidden_layers": 2})
-    two = dataclasses.replace(ours, num_layers=2, windows=ours.windows[:2], ropes=ours.ropes[:2])
+    first = {name: getattr(ours, name)[:2] for name in ("windows", "ropes", "mlps")}
+    two = dataclasses.replace(ours, num_layers=2, **first)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     tensors = {tensor: tuple(value.shape) for tensor, value in model.state_dict().items()}
     if ours.tie_word_embeddings:
         tensors.pop("lm_head.weight")
+    tensors = apart(tensors, ours.family)
     assert {tensor: slot.shape for tensor, slot in slots(two, KVPlan.standard(2)).items()} == tensors
 
     if ours.rope.rope_type == "none":

@@ -21,6 +21,7 @@ LONG = [f"{name} (1, 2, 1, 4)" for name in ("predictor", "swiftkv", "all")]  # d
 LONG += ["predictor (2, 2, 2)", "all (2, 2, 2)"]
 CONTEXTS = ["(1, 1, 1, 4)", "(1, 1, 2, 2)"]  # of four devices
 LONG += ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
+LONG += ["moe-swiftkv (2, 2, 2)", "moe-all (2, 2, 2)", "moe-generate (2, 2, 2)"]
 LONG += ["swiftkv (8, 1, 1)", "all (1, 8, 1)", "generate (1, 8, 1)"]
 
 CONFIG = ModelConfig(
@@ -45,7 +46,7 @@ def report(names: tuple[str, ...], devices: int = 8) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some("swiftkv", "all", "predictor"))
+@pytest.mark.parametrize("name", some("swiftkv", "all", "predictor", "moe-swiftkv", "moe-all"))
 def test_three_training_steps_equal_one_devices(name):
     """Parameters, gradients and metrics. Pure data parallelism keeps parameters whole."""
     said = found(name)
@@ -64,7 +65,7 @@ def test_positions_shared_out_among_four_devices_give_the_loss_of_one(trains, me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some("generate", "guess"))
+@pytest.mark.parametrize("name", some("generate", "guess", "moe-generate"))
 def test_generation_equals_one_devices(name):
     """Guesses of an exit head change no token there."""
     assert found(name)["same"]

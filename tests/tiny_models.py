@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.sizes import Sizes
@@ -29,6 +30,12 @@ ODD = ModelConfig(
 SIZED, REPEATED = (
     dataclasses.replace(PLAIN, qk_norm=True, sizes=tuple(map(Sizes, heads, kv_heads, (24, 40, 40, 16))))
     for heads, kv_heads in (((4, 8, 8, 4), (1, 2, 2, 1)), ((8, 8, 8, 8), (4, 2, 2, 1)))
+)
+# A dense layer, and experts beside an MLP that all tokens run.
+MOE = dataclasses.replace(
+    PLAIN,
+    mlps=("dense", "experts", "experts", "experts"),
+    experts=Experts(count=5, per_token=2, width=28, normalise=True, scale=1.5, shared=20, shared_gate=True),
 )
 
 

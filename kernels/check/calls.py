@@ -21,6 +21,8 @@ from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.case import Call, Case
 from swiftkv_jax.kernels.common.dispatch import Implementation, UnsupportedError
+from swiftkv_jax.kernels.expert_mlp import cases as experts
+from swiftkv_jax.kernels.expert_mlp.api import EXPERT_MLP
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.fused_kv_fill.cases import UNFUSED
@@ -47,6 +49,7 @@ OPERATIONS = {
     "x_cache_attention": Operation(X_CACHE, keys.Case, keys.INPUTS_SMALL, keys.INPUTS_REAL),
     "fused_kv_fill": Operation(FUSED_KV_FILL, fill.Case, fill.SMALL, fill.REAL),
     "page_write": Operation(PAGE_WRITE, write.Case, write.SMALL, write.REAL),
+    "expert_mlp": Operation(EXPERT_MLP, experts.Case, experts.SMALL, experts.REAL),
     "causal_attention": Operation(CAUSAL_ATTENTION, causal.Case),
 }
 # By platform and kind of call. The first is the safe one: XLA's, on GPUs and TPUs without a loop of unknown

@@ -11,7 +11,11 @@ import jax
 
 # In order of preference; the first that supports the call runs. On GPUs and TPUs only XLA's are listed.
 # Others run by name only; kernels/check names those that were right on the same machine.
-BY_PLATFORM = {"tpu": ("xla_one_turn", "xla_groups", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
+BY_PLATFORM = {
+    "tpu": ("xla_one_turn", "xla_groups", "xla"),
+    "gpu": ("xla_one_turn", "xla"),
+    "cpu": ("native_cpu", "xla"),
+}
 
 PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 BIASED = ("reference", "xla", "xla_one_turn")  # what takes a bias by distance, or a soft cap

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swiftkv_jax.kernels.common.dispatch import device, static_loops
+from swiftkv_jax.kernels.common.dispatch import static_loops
 
 _TILES = 16, 512  # tokens of the smallest and of the largest tile
 _WASTE = 6  # times as many assignments as rows of tiles that may be empty
 _FEW = 64  # tokens up to which a GPU takes less time to read all experts than to launch a tile for each
-_BLOCK = 4096  # tokens of one grouped product, whose rows exist at once
+_BLOCK = 2048  # tokens of one grouped product, whose rows exist at once
 
 
 def expert_mlp(x, chosen, weights, gate, up, down, *, activation):
@@ -140,10 +140,9 @@ def by_groups(x, chosen, weights, gate, up, down, *, activation):
     if blocks == 1:
         return some((x, chosen, weights))
     more = blocks * _BLOCK - len(x)
-    padded = [jnp.pad(y, ((0, more), (0, 0)), constant_values=v) for y, v in ((x, 0), (chosen, len(gate)), (weights, 0))]
+    padded = [
+        jnp.pad(y, ((0, more), (0, 0)), constant_values=v)
+        for y, v in ((x, 0), (chosen, len(gate)), (weights, 0))
+    ]
     cut = [y.reshape(blocks, _BLOCK, -1) for y in padded]
     return lax.map(some, tuple(cut)).reshape(-1, x.shape[-1])[: len(x)]
-
-
-def refuses_groups(*_, **__) -> str:
-    return "" if device()[0] in ("tpu", "cpu") else "GPUs, where its temporaries are those of all experts"

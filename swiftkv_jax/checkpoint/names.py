@@ -30,8 +30,12 @@ _PARTS: dict[Path, str] = {
     ("mlp", "up_proj"): "mlp.up_proj",
     ("mlp", "down_proj"): "mlp.down_proj",
     ("mlp", "router"): "mlp.gate",
-    **{("mlp", "experts", name): f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-    **{("mlp", "shared", name): f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{
+        ("mlp", "experts", name): f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+    },
+    **{
+        ("mlp", "shared", name): f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+    },
     ("mlp", "shared_gate"): "mlp.shared_expert_gate",
     ("k_proj",): "self_attn.k_proj",
     ("v_proj",): "self_attn.v_proj",

@@ -17,9 +17,9 @@ class Experts:
 
     Attributes:
       count, width: of the experts. per_token: how many of them a token runs.
-      router: "greedy", the likeliest by softmax; "group_limited_greedy", of the `top_groups` of `groups` whose
-        best expert is likeliest (DeepSeek-V2); "noaux_tc", by sigmoid, of the groups whose two best are
-        likeliest together, after a bias that chooses but has no weight (DeepSeek-V3).
+      router: "greedy", the likeliest by softmax; "group_limited_greedy", of those in the `top_groups` of
+        `groups` whose best is likeliest (DeepSeek-V2); "noaux_tc", by sigmoid and a bias that chooses but
+        does not weigh, of those in the groups whose two best are likeliest together (DeepSeek-V3).
       normalise: whether a token's weights add up to 1. scale: a factor of them.
       shared: width of an MLP that every token runs too; 0: there is none. shared_gate: whether its output is
         multiplied by the sigmoid of a linear map of the token.
@@ -43,8 +43,8 @@ class Experts:
             raise UsageError(f"router {self.router!r} is not supported; known: {', '.join(ROUTERS)}")
         if self.count % self.groups or self.top_groups > self.groups:
             raise UsageError(
-                f"{self.count} experts in {self.groups} groups, of which {self.top_groups} are chosen: groups "
-                "must divide the experts, and no more can be chosen than there are"
+                f"{self.count} experts in {self.groups} groups, of which {self.top_groups} are chosen: the "
+                "groups must divide the experts, and no more can be chosen than there are"
             )
         if self.per_token > (most := self.count // self.groups * self.top_groups):
             raise UsageError(f"a token cannot run {self.per_token} of {most} experts")

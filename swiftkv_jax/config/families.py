@@ -188,9 +188,8 @@ FAMILIES: dict[str, Family] = {
         architecture="Olmoe",
         fields={"qk_norm": True, "qk_norm_whole": True},
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
-        reads=("attention_bias", "clip_qkv", "num_experts", "num_experts_per_tok", "norm_topk_prob"),
+        reads=("attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"),
         inert=_OF_ROUTERS,
-        numbers={"clip_qkv": ("clip_qkv", 1)},
         experts=_QWEN_EXPERTS | {"width": "intermediate_size"},
     ),
     "gemma": Family(

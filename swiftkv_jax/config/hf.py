@@ -11,8 +11,8 @@ from pathlib import Path
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.common.folder import read_json
-from swiftkv_jax.config.families import FAMILIES, OF_SIZES, WRAPPERS, Family
 from swiftkv_jax.config.experts import experts_from_hf, experts_written
+from swiftkv_jax.config.families import FAMILIES, OF_SIZES, WRAPPERS, Family
 from swiftkv_jax.config.gguf import config_of
 from swiftkv_jax.config.gguf_header import gguf_of
 from swiftkv_jax.config.rope import NONE, RopeConfig

@@ -16,8 +16,8 @@ from swiftkv_jax.kernels.causal_attention.shards import Shards
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 # Weights: their model-width axis is split over `fsdp` (gathered for use), heads, ffn, experts and
-# vocabulary over `tensor`. Activations: batch rows over `data` and `fsdp` together, the tokens of a row over `context`, their
-# width ('.') not at all.
+# vocabulary over `tensor`. Activations: batch rows over `data` and `fsdp` together, the tokens of a row over
+# `context`, their width ('.') not at all.
 RULES: dict[str, str | tuple[str, ...]] = {
     "B": ("data", "fsdp"),
     "T": "context",

@@ -246,8 +246,18 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(trained, tree)
 
 
+def check_experts(config: ModelConfig, parts: int) -> None:
+    """Check that `parts` devices can have equally many experts."""
+    if config.experts is not None and config.experts.count % parts:
+        raise UsageError(
+            f"{parts} devices cannot share {config.experts.count} experts: tensor parallelism takes a "
+            "divisor of their number"
+        )
+
+
 def widened(model: Transformer, parts: int) -> Transformer:
     """The model with a kv head for each of `parts` devices, if it has fewer."""
+    check_experts(model.config, parts)
     heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
     if heads % parts or (kv_heads % parts and parts % kv_heads):
         fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]

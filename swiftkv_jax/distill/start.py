@@ -63,7 +63,9 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
         if forms != ("kv",):
             stored = f"{folder} stores rows as {', '.join(forms)} (Slim attention)"
             raise UsageError(f"{stored}, which cannot train: train the plain model, then swiftkv slim")
-        plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
+        config = ModelConfig.from_hf(folder)
+        surgery.check_experts(config, mesh.shape["tensor"])
+        plan = experiment.plan.build(config.num_layers)
         cuts = (plan.depth,) if plan.has_shared_norm else ()
         model, params = from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
         return surgery.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)

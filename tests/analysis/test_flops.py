@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import sized
 
 from swiftkv_jax.analysis import flops
+from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, weights
@@ -259,3 +260,15 @@ def test_merge_all_saves_bytes_and_no_work():
     plan = KVPlan.merge_all(5)
     assert flops.flops_table(TINY, plan) == flops.flops_table(TINY)
     assert saved(plan) == pytest.approx(0.8)
+
+
+def test_a_token_is_counted_with_the_experts_that_it_runs():
+    """Of Mixtral 8x7B, 12.9 B of 46.7 B parameters are active; embeddings multiply nothing."""
+    config = sized(32000, 4096, 14336, 32, 32, 8, 128)
+    mixed = dataclasses.replace(
+        config, mlps=("experts",) * 32, experts=Experts(count=8, per_token=2, width=14336)
+    )
+    active = flops.full_training_flops_per_token(mixed, 1) / 6 - 2 * 32 * 4096
+    assert active + 32000 * 4096 == pytest.approx(12.88e9, rel=1e-3)
+    shared = dataclasses.replace(mixed, experts=Experts(count=8, per_token=2, width=14000, shared=672))
+    assert flops.flops_table(shared)["mlp"] == flops.flops_table(mixed)["mlp"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import sized
+from tiny_models import MOE, sized, tiny
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
@@ -196,6 +196,21 @@ def test_trained_weights_are_exactly_the_papers_list():
     still = [path for path, m in jax.tree_util.tree_flatten_with_path(moved)[0] if not m]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in still]
     assert names in ([], ["rows/1/k_proj/bias"])  # a key bias shifts all scores of a query alike
+
+
+def test_experts_and_routers_stay_as_they_are():
+    plan = KVPlan.swiftkv(4, 2)
+    student, trained, frozen = steps.prepare(*tiny(MOE, KVPlan.standard(4)), plan, "fold", "swiftkv")
+    paths = [weights.keys(path) for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]]
+    assert {path[-2] for path in paths if len(path) > 1} == {"q_proj", "k_proj", "v_proj"}
+    assert {path[:2] for path in paths if path[0] == "layers"} == {("layers", 2)}
+    recipe = recipe_of(student)
+    state, metrics = jax.jit(partial(steps.train_step, recipe))(
+        frozen, steps.init_state(recipe, trained), packed_batch()
+    )
+    assert metrics["grad_norm"] > 0
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.trainable, trained)
+    assert all(jax.tree.leaves(moved))
 
 
 def test_student_shares_the_teachers_arrays():

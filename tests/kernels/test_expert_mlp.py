@@ -1,0 +1,88 @@
+"""Expert MLPs: every implementation equals the definition, with its gradients; tiles waste few rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes_made import found_on
+
+from swiftkv_jax.kernels.check.calls import verdict
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.expert_mlp import api, cases, reference, xla
+
+BY = [name for name in api.EXPERT_MLP if name != "reference"]
+
+
+@pytest.mark.parametrize("case", cases.SMALL)
+@pytest.mark.parametrize("implementation", BY)
+def test_sums_and_gradients_are_the_definitions(implementation, case):
+    said = verdict([(case, cases.SMALL[case])], implementation)
+    assert said["right"], said
+
+
+def test_the_definition_is_a_sum_over_chosen_experts():
+    (x, chosen, weights, gate, up, down, _), _ = cases.SMALL["plain"].make()
+    got = reference.expert_mlp(x[0], chosen[0], weights[0], gate, up, down, activation=jax.nn.silu)
+    for token, (some, shares) in enumerate(zip(chosen[0], weights[0], strict=True)):
+        each = [(jax.nn.silu(x[0, token] @ gate[e]) * (x[0, token] @ up[e])) @ down[e] for e in some]
+        want = sum(share * y for share, y in zip(shares, each, strict=True))
+        np.testing.assert_allclose(got[token], want, atol=1e-6)
+
+
+def test_few_tokens_of_a_gpu_run_all_experts(monkeypatch):
+    """In the form that a GPU takes, which no CPU does by itself; NaN in an expert stays with its tokens."""
+    monkeypatch.setattr(xla, "static_loops", lambda asked: True)
+    for case in ("plain", "one_token", "empty_experts", "all_on_one"):
+        said = verdict([(case, cases.SMALL[case])], "xla")
+        assert said["right"], said
+
+
+@given(
+    chosen=st.lists(st.integers(0, 7), min_size=1, max_size=300),
+    experts=st.integers(1, 7),
+)
+def test_every_assignment_is_in_one_tile_of_its_expert(chosen, experts):
+    """An expert from `experts` on belongs to another device."""
+    flat = np.array(chosen)
+    number, expert, assigned = jax.device_get(xla._tiles(jnp.array(flat)[:, None], experts))
+    live = assigned < len(flat)
+    assert sorted(assigned[live]) == np.flatnonzero(flat < experts).tolist()
+    for one, row in zip(expert, assigned, strict=True):
+        assert set(flat[row[row < len(flat)]]) <= {one}
+    assert not live[number:].any()
+
+
+@pytest.mark.parametrize("case", ["v2_lite", "mixtral_8x7b"])
+def test_at_most_a_sixth_of_the_work_is_on_empty_rows(case):
+    real = cases.REAL[case]
+    assignments = real.tokens * real.per_token
+    tile = xla.tile_of(assignments, real.experts)
+    assert xla.most_tiles(assignments, real.experts, tile) * tile < 1.2 * assignments
+
+
+@functools.cache
+def on_four() -> dict:
+    return found_on(4, "sharded_worker.py", "experts (1, 1, 4)", "experts (2, 1, 2)", "experts (1, 2, 2)")
+
+
+@pytest.mark.slow("experts (2, 1, 2)", "experts (1, 2, 2)")
+@pytest.mark.parametrize("mesh", ["experts (1, 1, 4)", "experts (2, 1, 2)", "experts (1, 2, 2)"])
+def test_four_devices_give_the_sums_and_gradients_of_one(mesh):
+    said = on_four()[mesh]
+    assert said["worst"] < 1e-5 and said["reduced"] == 1, said
+
+
+def test_what_does_not_fit_is_refused_in_one_line():
+    (x, chosen, weights, gate, up, down, _), _ = cases.SMALL["plain"].make()
+    with pytest.raises(dispatch.UnsupportedError, match="it has reference, xla, xla_groups"):
+        api.expert_mlp(x, chosen, weights, gate, up, down, implementation="pallas_gpu")
+    mesh = jax.sharding.AbstractMesh((1, 1, 1, 3), ("data", "fsdp", "context", "tensor"))
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(dispatch.UnsupportedError, match="8 experts do not divide among 3 devices"),
+    ):
+        api.expert_mlp(x, chosen, weights, gate, up, down, shards=api.Shards(heads=("tensor",)))
