@@ -218,6 +218,26 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options) -> Path:
     return folder
 
 
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A file's tensors by the names of transformers' modules, which hold the experts of a layer together."""
+    out, experts = {}, {}
+    for name, tensor in tensors.items():
+        head, mark, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        if mark:
+            number, part, _ = rest.split(".")
+            part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part, part)
+            experts.setdefault(head, {}).setdefault(part, {})[int(number)] = tensor
+        else:
+            out[head] = tensor
+    for head, parts in experts.items():
+        gate, up, down = (
+            torch.stack([parts[n][i] for i in range(len(parts[n]))])
+            for n in ("gate_proj", "up_proj", "down_proj")
+        )
+        out |= {f"{head}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{head}.experts.down_proj": down}
+    return out
+
+
 def load(folder: Path, **options) -> transformers.PreTrainedModel:
     """Load as transformers does."""
     return transformers.AutoModelForCausalLM.from_pretrained(

@@ -35,6 +35,10 @@ CASES = [
     ("qwen2", 3, 1, {}),
     ("qwen2", 2, 2, {"num_key_value_heads": 1}),
     ("qwen3", 2, 2, {"head_dim": 20}),
+    ("mixtral", 2, 2, hf_models.MOE | {"num_local_experts": 5}),
+    ("qwen2_moe", 1, 3, hf_models.QWEN_MOE | {"shared_expert_intermediate_size": 40}),
+    ("qwen3_moe", 2, 1, hf_models.QWEN_MOE | {"head_dim": 20, "mlp_only_layers": [1, 3]}),
+    ("olmoe", 2, 2, hf_models.MOE | {"num_experts": 6, "norm_topk_prob": True}),
 ]
 
 
@@ -103,6 +107,9 @@ class Oracle:
         """[batch, heads, tokens, head_dim] of one projection, with its per-head norm where there is one."""
         y = getattr(attention, f"{name}_proj_swiftkv")(x).unflatten(-1, (-1, attention.head_dim))
         norm = getattr(attention, f"{name}_norm_swiftkv", None)
+        if norm is not None and norm.weight.numel() > attention.head_dim:  # OLMoE: all heads together
+            y = norm(y.flatten(-2)).view_as(y)
+            norm = None
         return (y if norm is None else norm(y)).transpose(1, 2)
 
 
@@ -127,7 +134,7 @@ def test_forward_start_and_export_equal_the_oracle(family, split, share, fields,
     tensors = load_file(tmp_path / "student" / "model.safetensors")
     if fields.get("tie_word_embeddings"):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    oracle.model.load_state_dict(tensors, strict=True)
+    oracle.model.load_state_dict(hf_models.stacked(tensors), strict=True)
     trained = oracle.logits(TOKENS)
     assert np.abs(trained - started).max() > 0.5
     np.testing.assert_allclose(apply({"params": moved}, TOKENS), trained, rtol=0, atol=1e-4)

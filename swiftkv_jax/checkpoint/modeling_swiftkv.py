@@ -23,6 +23,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,7 +35,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 # Prefix of a family's class names -> its folder in transformers, if it has another name.
-FOLDERS = {"SeedOss": "seed_oss"}
+FOLDERS = {"SeedOss": "seed_oss", "Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}
 # The name of the cache in transformers' signatures: `past_key_values` before 5.24.
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -180,9 +184,8 @@ class SwiftKVModel:
                 **(rows[number] if rows else {CACHE: cache}),
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(x), **{CACHE: cache if use_cache else None}
-        )
+        output = getattr(self.attention.module, "MoeModelOutputWithPast", BaseModelOutputWithPast)
+        return output(last_hidden_state=self.norm(x), **{CACHE: cache if use_cache else None})
 
     def angles(self, x: torch.Tensor, position_ids) -> list:
         """cos and sin for each layer; None where keys made from `split` on are not rotated."""
@@ -293,6 +296,8 @@ def define(family: str) -> None:
     class ForCausalLM(SwiftKVForCausalLM, getattr(theirs, f"{family}ForCausalLM")):
         config_class = Config
 
+    if stacked := get_checkpoint_conversion_mapping(config.model_type):  # the experts of Mixtral and others
+        register_checkpoint_conversion_mapping(Config.model_type, stacked, overwrite=True)
     Model.attention, ForCausalLM.body = Attention, Model
     for part in (Config, Attention, Model, ForCausalLM):
         part.__name__ = part.__qualname__ = f"{family}SwiftKV{part.__name__}"

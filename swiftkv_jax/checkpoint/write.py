@@ -37,9 +37,7 @@ GENERATION_FILES = ("generation_config.json", *PREPROCESSORS)
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
-# Families that it does not support.
-_NOT_CODED = ("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci")
-_NOT_CODED += ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+_NOT_CODED = ("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci")  # families that it does not support
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 

@@ -51,7 +51,7 @@ CONFIGS = {
 # Families as `hf_models` has them: one group of three layers reads a row, of several kinds where they differ.
 OTHERS = (
     "gemma", "gemma2", "gemma3", "ministral3", "smollm3", "granite", "olmo2", "olmo3", "seed_oss_out_bias",
-    "glm4", "exaone4", "phi3",
+    "glm4", "exaone4", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
 )  # fmt: skip
 CASES = [(name, share) for name in CONFIGS for share in (1, 2)] + [(name, 3) for name in OTHERS]
 LENGTHS = (21, 5, 12)
