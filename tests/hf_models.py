@@ -230,11 +230,9 @@ def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             out[head] = tensor
     for head, parts in experts.items():
-        gate, up, down = (
-            torch.stack([parts[n][i] for i in range(len(parts[n]))])
-            for n in ("gate_proj", "up_proj", "down_proj")
-        )
-        out |= {f"{head}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{head}.experts.down_proj": down}
+        whole = {name: torch.stack([each[i] for i in range(len(each))]) for name, each in parts.items()}
+        gate_up = torch.cat([whole["gate_proj"], whole["up_proj"]], dim=1)
+        out |= {f"{head}.experts.gate_up_proj": gate_up, f"{head}.experts.down_proj": whole["down_proj"]}
     return out
 
 

@@ -25,15 +25,7 @@ from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import hadamard_inputs
 from swiftkv_jax.engine.llm import LLM
 
-UNCODED = (
-    "olmo",
-    "gpt2",
-    "opt",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmoe",
-)  # families whose students have no PyTorch code
+UNCODED = ("olmo", "gpt2", "opt")  # families whose students have no PyTorch code
 NEW = [
     name
     for name, (family, _) in hf_models.CASES.items()
