@@ -179,8 +179,8 @@ class ModelConfig:
         for name in ("mlps", "ropes", "sizes"):
             if len(given := getattr(self, name)) not in (0, self.num_layers):
                 raise UsageError(f"{name} needs one for each of {self.num_layers} layers, not {given}")
-        if (EXPERTS in self.mlps) != (self.experts is not None):
-            raise UsageError(f"mlps and experts must both name experts, or none: {self.mlps}, {self.experts}")
+        if EXPERTS in self.mlps and self.experts is None:
+            raise UsageError(f"mlps are {self.mlps}, but there are no `experts`")
         if set(self.ropes) == {self.rope}:
             object.__setattr__(self, "ropes", ())
         if len(set(self.sizes)) == 1:
