@@ -1,7 +1,6 @@
 """Gated MLPs of which each token runs some. A named implementation runs or raises; None picks by platform."""
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -76,38 +75,15 @@ def expert_mlp(
         return dispatch.call("expert_mlp", EXPERT_MLP, implementation, args, options).reshape(x.shape)
 
     arrays = (x, chosen, weights, gate, up, down)
-    return _on_devices(own, cut)(*arrays) if cut != WHOLE else own(*arrays)
-
-
-def _on_devices(own: Callable, cut: Shards) -> Callable:
-    """`own` on each device's tokens and experts, and the sum over the experts' devices. Its gradient is
-    written out, as that of a sum over devices would be one more sum."""
+    if cut == WHOLE:
+        return own(*arrays)
     tokens, experts = PartitionSpec(cut.rows or None, cut.tokens or None), PartitionSpec(cut.heads or None)
-    arrays = (*(tokens,) * 3, *(experts,) * 3)
-    added = partial(lax.psum, axis_name=cut.heads) if cut.heads else lambda y: y
-    held = (*cut.rows, *cut.tokens)
 
     @jax.custom_vjp
-    def run(*args):
-        return jax.shard_map(
-            lambda *args: added(own(*args)), in_specs=arrays, out_specs=tokens, check_vma=False
-        )(*args)
+    def added(y):
+        return lax.psum(y, cut.heads) if cut.heads else y
 
-    def back(slope, x, chosen, *rest):
-        _, pull = jax.vjp(lambda x, *rest: own(x, chosen, *rest), x, *rest)
-        x, weights, *experts = pull(slope)
-        experts = lax.psum(experts, held) if held else experts
-        return *added((x, weights)), *experts
-
-    def backward(args, slope):
-        pull = jax.shard_map(
-            back,
-            in_specs=(tokens, *arrays),
-            out_specs=(*(tokens,) * 2, *(experts,) * 3),
-            check_vma=False,
-        )
-        x, *rest = pull(slope, *args)
-        return x, None, *rest
-
-    run.defvjp(lambda *args: (run(*args), args), backward)
-    return run
+    # Each device gets the slope of the sum over `count`. The gradient of `psum` would add these up again.
+    added.defvjp(lambda y: (added(y), None), lambda _, slope: (slope * slope.dtype.type(count),))
+    specs = {"in_specs": (*(tokens,) * 3, *(experts,) * 3), "out_specs": tokens, "check_vma": False}
+    return jax.shard_map(lambda *args: added(own(*args)), **specs)(*arrays)
