@@ -158,12 +158,14 @@ def on_own_heads(run: Callable, mesh: Mesh | None, cut: bool, axes, out) -> Call
 
 def under(run: Callable, mesh: Mesh | None) -> Callable:
     """`run` with `mesh` as that of `jax.set_mesh`."""
+    if mesh is None or mesh.size == 1:
+        return run
 
     def inside(*args, **options):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return run(*args, **options)
 
-    return run if mesh is None or mesh.size == 1 else inside
+    return inside
 
 
 def pieces(letter: str, size: int) -> int:
