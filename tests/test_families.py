@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 import tiny_engine as tiny
 import torch
+import transformers
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.adapter import fingerprint
@@ -305,3 +306,36 @@ def test_a_kernel_without_a_soft_cap_is_refused_in_one_line(folders):
     ) as error:
         LLM(folders("gemma2"), tokenizer=tiny.Bytes(), kernels="attention=native_cpu", **SIZES)
     assert "\n" not in str(error.value)
+
+
+def test_prompts_skip_layers_that_read_earlier_rows_without_loss(tmp_path):
+    """The row map of Gemma 3n and 4: the last layers read what the last of the earlier layers with the same
+    window made. Prompt tokens stop before them, and greedy tokens are those of the whole model."""
+    local, every = "sliding_attention", "full_attention"
+    kinds = [local, local, every, local, every, local, local, every, local]
+    said = transformers.Gemma3nTextConfig(num_hidden_layers=9, num_kv_shared_layers=4, layer_types=kinds)
+    assert said.kv_sharing_modes == [None] * 3 + ["store"] * 2 + ["reuse"] * 4
+    fields = hf_models.GEMMA | {"rope_parameters": hf_models.TWO_TABLES, "layer_types": kinds}
+    theirs = hf_models.build("gemma3_text", num_hidden_layers=9, **fields)
+    rows, made = [0, 1, 2, 3, 4, 3, 3, 4, 3], {}
+    for layer, row in enumerate(rows):
+        reader, maker = (theirs.model.layers[i].self_attn for i in (layer, row))
+        for name in ("k_proj", "v_proj", "k_norm"):
+            getattr(reader, name).load_state_dict(getattr(maker, name).state_dict())
+        for name in ("k_proj", "v_proj"):  # a reader gets what its maker's projection gave
+
+            def shared(module, given, out, at=(row, name), own=layer == row):
+                if own:
+                    made[at] = out
+                return made[at]
+
+            getattr(reader, name).register_forward_hook(shared)
+    model, params = from_pretrained(hf_models.save(theirs, tmp_path))
+    plan = skv.KVPlan.from_rows(rows)
+    assert plan.depth == 4
+    llm = LLM.from_model(*skv.to_swiftkv(model, params, plan), tiny.Bytes(), **SIZES)
+    got = tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False))
+    for prompt, tokens in zip(prompts(), got, strict=True):
+        with torch.no_grad():
+            whole = theirs(torch.tensor([prompt + tokens]), use_cache=False).logits[0].argmax(-1)
+        assert tokens == whole[len(prompt) - 1 : -1].tolist()
