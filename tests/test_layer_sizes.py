@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import swiftkv_jax as skv
+from swiftkv_jax.analysis import flops
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.config.plan import Prediction
@@ -26,6 +27,8 @@ from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import layer_pruned
+from swiftkv_jax.distill import least_squares, step
+from swiftkv_jax.distill.data.packing import Batch
 from swiftkv_jax.engine.llm import LLM
 
 HEADS, KV_HEADS, FFN = (4, 4, 8, 12), (1, 1, 2, 3), (32, 64, 176, 96)
@@ -158,37 +161,20 @@ def test_an_engine_serves_openelm_and_its_student(openelm, tmp_path):
     assert tiny.tokens(student.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == want
 
 
-BLOCKS = [
-    {"attention": {"n_heads_in_group": 4 // n, "no_op": False}, "ffn": {"ffn_mult": m, "no_op": False}}
-    for n, m in ((4, 7.5), (2, 16.0), (1, 8.0), (2, 7.5))  # of 2 / 3 x 48, up to a multiple of 256
-]
-DECILM = {
-    "nemotron-nas": ({"block_configs": BLOCKS}, (256, 512, 256, 256)),
-    "deci": ({"num_key_value_heads_per_layer": [4, 2, 1, 2], "intermediate_size": 80}, (80,) * 4),
-}
-
-
-@pytest.mark.slow("deci")
-@pytest.mark.parametrize("family", DECILM)
-def test_a_decilm_is_llama_with_layers_of_those_sizes(family, tmp_path):
+@pytest.mark.slow
+def test_a_decilm_is_llama_with_kv_heads_of_each_layers_own(tmp_path):
     """Also in an engine, where narrower rows repeat their heads."""
-    said, widths = DECILM[family]
     theirs = hf_models.build("llama", rope_scaling=hf_models.LLAMA3, rope_theta=5e5)
     config = {**theirs.config.to_dict(), "attn_implementation": "eager"}
-    for i, (kv_heads, ffn) in enumerate(zip((4, 2, 1, 2), widths, strict=True)):
-        of_layer = transformers.LlamaConfig(
-            **config | {"num_key_value_heads": kv_heads, "intermediate_size": ffn}
-        )
+    for i, kv_heads in enumerate((4, 2, 1, 2)):
+        of_layer = transformers.LlamaConfig(**config | {"num_key_value_heads": kv_heads})
         theirs.model.layers[i] = LlamaDecoderLayer(of_layer, i)
     theirs = hf_models.randomised(theirs.eval(), "llama", False, 0)
     tensors = {name: value.contiguous() for name, value in theirs.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    raw = {
-        name: value
-        for name, value in config.items()
-        if name not in ("num_key_value_heads", "intermediate_size")
-    }
-    (tmp_path / "config.json").write_text(json.dumps(raw | said | {"model_type": family}))
+    raw = {name: value for name, value in config.items() if name != "num_key_value_heads"}
+    raw |= {"model_type": "deci", "num_key_value_heads_per_layer": [4, 2, 1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     model, params = from_pretrained(tmp_path)
     tokens = prompts()[3]
     with torch.no_grad():
@@ -206,12 +192,173 @@ def test_a_decilm_is_llama_with_layers_of_those_sizes(family, tmp_path):
     assert got == whole[len(tokens) - 1 : -1].tolist()
 
 
-@pytest.mark.parametrize("part", ["attention", "ffn"])
-def test_blocks_without_attention_or_mlp_are_refused(part):
-    raw = {"model_type": "nemotron-nas", "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    block = BLOCKS[0] | {part: {"no_op": True}}
-    with pytest.raises(UsageError, match=f"{part}: no_op is True"):
-        skv.ModelConfig.from_hf(raw | {"vocab_size": 101, "block_configs": [block]})
+# Attention with so many query heads for each kv head, or absent; an MLP of so many thirds, or absent.
+PARTS = [
+    (4, 7.5),
+    ("no_op", 16.0),
+    (2, "no_op"),
+    ("no_op", "no_op"),
+    ("linear", 8.0),
+    (2, 7.5),
+    (1, "linear"),
+]
+PARTS += [("no_op", "no_op"), (2, 7.5), ("no_op", 7.5)]
+
+
+def block(own: str, part) -> dict:
+    said = {own: None, "no_op": part == "no_op", "replace_with_linear": part == "linear", "sparsify": None}
+    return said | ({} if isinstance(part, str) else {own: part})
+
+
+NAS = {
+    "model_type": "nemotron-nas",
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": len(PARTS),
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "block_configs": [
+        {"attention": block("n_heads_in_group", attention), "ffn": block("ffn_mult", ffn)}
+        for attention, ffn in PARTS
+    ],
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def nas(tmp_path_factory):
+    """A folder with random weights, whose layers lack parts as those of Nemotron-NAS do."""
+    random = np.random.default_rng(1)
+
+    def made(*shape: int):
+        noise = random.standard_normal(shape, np.float32)
+        return 1 + 0.3 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
+
+    tensors = {"model.embed_tokens.weight": made(101, 48), "lm_head.weight": made(101, 48)}
+    tensors["model.norm.weight"] = made(48)
+    for i, (attention, ffn) in enumerate(PARTS):
+        of_layer = {}
+        if attention != "no_op":
+            of_layer["input_layernorm"] = made(48)
+        if attention == "linear":
+            of_layer["self_attn.linear_attn"] = made(48, 48)
+        elif attention != "no_op":
+            of_layer |= {f"self_attn.{x}_proj": made(48, 48) for x in "qo"}
+            of_layer |= {f"self_attn.{x}_proj": made(48 // attention, 48) for x in "kv"}
+        if ffn != "no_op":
+            of_layer["post_attention_layernorm"] = made(48)
+        if ffn == "linear":
+            of_layer["mlp.linear_mlp"] = made(48, 48)
+        elif ffn != "no_op":
+            wide = -(-int(2 * ffn * 48 / 3) // 256) * 256
+            of_layer |= {f"mlp.{x}_proj": made(wide, 48) for x in ("gate", "up")}
+            of_layer["mlp.down_proj"] = made(48, wide)
+        tensors |= {f"model.layers.{i}.{name}.weight": value for name, value in of_layer.items()}
+    folder = tmp_path_factory.mktemp("nas")
+    (folder / "config.json").write_text(json.dumps(NAS))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def nas_defined(folder, tokens) -> np.ndarray:
+    """Logits [T, V] of one prompt, as modeling_decilm.py of nvidia/Llama-3_1-Nemotron-51B computes them."""
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    p = {name.removesuffix(".weight"): torch.tensor(x) for name, x in tensors.items()}
+    x = p["model.embed_tokens"][list(tokens)]
+    for i, (attention, ffn) in enumerate(PARTS):
+        w = {n.split(".", 3)[3]: v for n, v in p.items() if n.startswith(f"model.layers.{i}.")}
+        h = norm(x, w["input_layernorm"]) if attention != "no_op" else x
+        if attention == "linear":
+            x = x + h @ w["self_attn.linear_attn"].T
+        elif attention != "no_op":
+            made = (h @ w[f"self_attn.{name}_proj"].T for name in "qkv")
+            q, k, v = (y.reshape(len(x), -1, 12).transpose(0, 1) for y in made)
+            k, v = (y.repeat_interleave(attention, 0) for y in (turned(k), v))
+            mixed = functional.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
+            x = x + mixed.transpose(0, 1).reshape(len(x), -1) @ w["self_attn.o_proj"].T
+        h = norm(x, w["post_attention_layernorm"]) if ffn != "no_op" else x
+        if ffn == "linear":
+            x = x + h @ w["mlp.linear_mlp"].T
+        elif ffn != "no_op":
+            gate, up = (h @ w[f"mlp.{name}_proj"].T for name in ("gate", "up"))
+            x = x + (functional.silu(gate) * up) @ w["mlp.down_proj"].T
+    return (norm(x, p["model.norm"]) @ p["lm_head"].T).numpy()
+
+
+def test_layers_without_attention_or_mlp_are_their_published_definition(nas, tmp_path):
+    """Only layers with attention have rows; logits, and every tensor after saving, are the definition's."""
+    model, params = from_pretrained(nas)
+    assert [row.maker for row in model.plan.rows] == [0, 2, 5, 6, 8]
+    tokens = prompts()[3]
+    got = logits(model, params, forward(model, params, jnp.array([tokens])))[0]
+    want = nas_defined(nas, tokens)
+    assert want.std() > 0.5, "flat logits would hide errors"
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    save_pretrained(tmp_path, model, params)
+    got, want = (safetensors.numpy.load_file(at / "model.safetensors") for at in (tmp_path, nas))
+    assert want.keys() == got.keys()
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+    assert skv.ModelConfig.from_hf(tmp_path) == model.config
+    table = flops.flops_table(model.config, model.plan, context=1)
+    stacks = jax.tree.leaves((params["layers"], params["rows"]))
+    multiplied = sum(leaf.size for leaf in stacks if leaf.ndim == 3)
+    assert 1e9 * (table["kv"] + table["qo"] + table["mlp"]) == pytest.approx(2 * multiplied)
+
+
+@pytest.mark.parametrize("split", [None, 8, 7])
+def test_an_engine_serves_layers_without_attention(split, nas, tmp_path):
+    """Ragged prompts in chunks: greedy tokens of the definition. Those of an untrained student are the same
+    if its last layer with attention is split off, also where the split is at a layer without any part."""
+    if split:
+        plan = skv.ModelConfig.from_hf(nas).plan(split)
+        with pytest.warns(UsageWarning, match="no PyTorch code"):
+            save_pretrained(tmp_path, *skv.to_swiftkv(*from_pretrained(nas), plan))
+    llm = LLM(tmp_path if split else nas, tokenizer=tiny.Bytes(), **tiny.SIZES)
+    assert llm.model.plan.num_rows == 5
+    want = []
+    for prompt in prompts():
+        for _ in range(10):
+            prompt = [*prompt, int(nas_defined(nas, prompt)[-1].argmax())]
+        want.append(prompt[-10:])
+    assert tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == want
+
+
+def test_a_least_squares_start_finds_the_rows_of_a_layer_behind_others_without(nas):
+    """From the input of the last layer with attention its own keys and values are a linear map."""
+    model, params = from_pretrained(nas)
+    student, trained, frozen = step.prepare(model, params, model.config.plan(8), "copy", "swiftkv")
+    untrained = jax.tree.map(jnp.zeros_like, trained["rows"])
+    whole = step.merge(trained | {"rows": untrained}, frozen.student)
+    tokens = jnp.array([prompts()[3]] * 2)
+    alike = jnp.ones_like(tokens)
+    batch = Batch(tokens, tokens, jnp.cumsum(alike, 1) - 1, alike, jnp.ones(tokens.shape))
+    found = least_squares.fit(
+        student, whole, *step.teacher_of(student, whole, frozen), [batch] * 3, ridge=1e-9
+    )
+    got = logits(student, found, forward(student, found, tokens[:1]))[0]
+    np.testing.assert_allclose(got, nas_defined(nas, prompts()[3]), rtol=0, atol=1e-2)
+
+
+def test_groups_of_across_kv_pass_over_layers_without_attention():
+    plan = skv.KVPlan.swiftkv(10, 2, 2, without=(1, 3, 4, 7, 9))
+    assert plan.reads == (0, None, 1, None, None, 1, 2, None, 2, None)
+    assert [(row.source, row.maker) for row in plan.rows] == [(0, 0), (2, 2), (2, 6)]
+    assert plan.split_and_share == (2, 2)
+    with pytest.raises(UsageError, match="split 9 of 10"):
+        skv.KVPlan.swiftkv(10, 9, without=(1, 3, 4, 7, 9))
+
+
+@pytest.mark.parametrize(
+    "field, value", [("sparsify", ["2:4"]), ("window_length", 512), ("num_sink_tokens", 4)]
+)
+def test_other_kinds_of_attention_are_refused(field, value):
+    blocks = [dict(each) for each in NAS["block_configs"]]
+    blocks[2]["attention"] = blocks[2]["attention"] | {field: value}
+    with pytest.raises(UsageError, match=rf"block_configs\[2\].attention: {field}"):
+        skv.ModelConfig.from_hf(NAS | {"block_configs": blocks})
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(
     assert ours.windows == tuple(span if kind == "sliding_attention" else FULL_ATTENTION for kind in kinds)
     eps = next((getattr(theirs, field) for field in EPS if hasattr(theirs, field)), 1e-5)
     assert (ours.rms_norm_eps, ours.max_position_embeddings) == (eps, theirs.max_position_embeddings)
+    if raw["model_type"] == "gemma3_text":  # the context that Google publishes includes a linear scaling
+        assert ours.longest_context == theirs.max_position_embeddings
 
     short = {
         field: value[:2] for field, value in fields.items() if field in ("layer_types", "no_rope_layers")

@@ -212,7 +212,7 @@ def _pass(config: ModelConfig, plan: KVPlan, layers: int, seq_len: int) -> float
 
 
 def _checked(config: ModelConfig, plan: KVPlan | None) -> KVPlan:
-    plan = KVPlan.standard(config.num_layers) if plan is None else plan
+    plan = config.plan() if plan is None else plan
     if plan.num_layers != config.num_layers:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
     return plan
@@ -225,11 +225,12 @@ def _head(config: ModelConfig) -> float:
 
 def _layers(config: ModelConfig, first: int, last: int) -> dict[str, float]:
     """FLOPs of one token in each projection of layers [first, last); `kv`: as if each made a row."""
-    sizes = [kind.sizes for kind in config.kinds[first:last]]
+    kinds = config.kinds[first:last]
+    sizes, linear = [kind.sizes for kind in kinds], 2.0 * config.hidden_size**2
     per_head = 2.0 * config.hidden_size * config.head_dim
     heads = per_head * sum(each.num_heads for each in sizes)
     ffn, router = 0, 0  # of an expert layer, what one token runs
-    for kind in config.kinds[first:last]:
+    for kind in kinds:
         if kind.mlp == EXPERTS and (experts := config.experts):
             ffn += experts.per_token * experts.width + experts.shared
             router += experts.count + experts.shared_gate
@@ -238,8 +239,9 @@ def _layers(config: ModelConfig, first: int, last: int) -> dict[str, float]:
     return {
         "kv": 2 * per_head * sum(each.num_kv_heads for each in sizes),
         "q": heads,
-        "o": heads,
-        "mlp": 2.0 * config.hidden_size * ((2 + config.gated) * ffn + router),
+        "o": heads + linear * sum(kind.attention == "linear" for kind in kinds),
+        "mlp": 2.0 * config.hidden_size * ((2 + config.gated) * ffn + router)
+        + linear * sum(kind.mlp == "linear" for kind in kinds),
     }
 
 

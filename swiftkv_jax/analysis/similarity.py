@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.ends import embed
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import angles_and_segments, through
@@ -51,7 +50,7 @@ def layer_similarity(
     The text is read in blocks of `block` tokens, each by itself. The last layer has no later one: its score
     is NaN.
     """
-    if model.plan != KVPlan.standard(model.config.num_layers):
+    if model.plan != model.plan.full:
         raise UsageError("layer similarity is of a standard model: give the teacher, not its student")
     if not len(tokens):
         raise UsageError("layer similarity needs at least one token")

@@ -37,6 +37,8 @@ _PARTS: dict[Path, str] = {
         ("mlp", "shared", name): f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")
     },
     ("mlp", "shared_gate"): "mlp.shared_expert_gate",
+    ("attentions", 0, "linear_attn"): "self_attn.linear_attn",
+    ("mlp", "linear_mlp"): "mlp.linear_mlp",
     ("k_proj",): "self_attn.k_proj",
     ("v_proj",): "self_attn.v_proj",
     ("k_norm",): "self_attn.k_norm",
@@ -327,7 +329,7 @@ def _slots(
     stacks, out = weights.partition(plan, config.kinds, cuts), {}
     if config.encoder is not None and names.encoder is not None:
         within, own = config.encoder, tree["encoder"]
-        slots = _slots(within, KVPlan.standard(within.num_layers), names.encoder, own, None)
+        slots = _slots(within, within.plan(), names.encoder, own, None)
         out = {name: dataclasses.replace(slot, path=("encoder", *slot.path)) for name, slot in slots.items()}
         tree = {name: part for name, part in tree.items() if name != "encoder"}
     for path, weight in leaves(tree):

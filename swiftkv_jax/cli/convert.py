@@ -203,7 +203,7 @@ def serving(folder: Place) -> str:
 
 def check_standard(model: str, plan: KVPlan) -> None:
     """Raises UsageError: the plan is a student's, and students are made only from standard models."""
-    if plan != KVPlan.standard(plan.num_layers):
+    if plan != plan.full:
         raise UsageError(f"{model} is already a student; give the model it was made from")
 
 
@@ -222,7 +222,7 @@ def _check_out(out: Path) -> None:
         plan = plan_from_hf(out)
     except UsageError:  # a model of another kind, or the settings of a run
         plan = None
-    if plan is None or plan == KVPlan.standard(plan.num_layers):
+    if plan is None or plan == plan.full:
         raise UsageError(f"{out} holds a run, or a model that is not a student: give another --out")
 
 

@@ -25,7 +25,6 @@ from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.distill import kernels, loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, OptimizerConfig, PlanConfig
@@ -224,7 +223,7 @@ def make_experiment(
     A micro-batch has at least one row a device (four for smaller models and on CPUs); activations are
     recomputed, except on CPUs.
     """
-    count = weights.count(weights.weights(config, KVPlan.standard(config.num_layers)))
+    count = weights.count(weights.weights(config, config.plan()))
     on_cpu = machine.platform == "cpu"
     micro = machine.devices * (4 if on_cpu or count < 1e9 else 1)
     most = range(max(1, data.batch_size // micro), 0, -1)

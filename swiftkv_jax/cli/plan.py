@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> None:
         from swiftkv_jax.cli import serving_programs
 
         for split, share in itertools.product(args.split or [layers // 2], args.share or [1]):
-            plan = KVPlan.swiftkv(layers, split, share)
+            plan = config.plan(split, share)
             serving_programs.report(args.model, config, plan, context, args.topology)
         return
     show(report(args.model, config, chosen, shares, context))
@@ -129,7 +129,7 @@ def report(name: str, config: ModelConfig, chosen: list[int], shares, context: i
     for split in chosen:
         cells = ""
         for share in shares:
-            plan = KVPlan.swiftkv(config.num_layers, split, share)
+            plan = config.plan(split, share)
             flops = prompt_gflop(config, plan, context) / full
             kept = cache_bytes_per_token(config, plan) / cache
             cells += f"{flops:{len(str(share)) + 16}.1%}{kept:7.0%}"
@@ -141,10 +141,10 @@ def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
     """For each chip: how many sequences of `context` tokens fit beside the weights, or how many chips the
     weights need; and how many chips the arrays of a distillation need."""
     split = min(chosen, key=lambda split: abs(2 * split - config.num_layers))
-    plans = {"full model": KVPlan.standard(config.num_layers)}
-    plans |= {f"share {share}": KVPlan.swiftkv(config.num_layers, split, share) for share in shares}
+    plans = {"full model": config.plan()}
+    plans |= {f"share {share}": config.plan(split, share) for share in shares}
     training = training_bytes(config, split)
-    student = Transformer(config, KVPlan.swiftkv(config.num_layers, split), config.dtype)
+    student = Transformer(config, config.plan(split), config.dtype)
     recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1, "swiftkv", False)
     work = TOKENS * steps.flops_per_token(recipe, context)
     lines = [
@@ -178,14 +178,14 @@ def chips_for(taken: int, chip: Chip) -> int:
 
 def weight_bytes(config: ModelConfig, plan: KVPlan | None = None) -> int:
     """Bytes of a model's weights in its checkpoint's dtype, as serving keeps them."""
-    plan = plan or KVPlan.standard(config.num_layers)
+    plan = plan or config.plan()
     return weights.count(weights.weights(config, plan)) * jnp.dtype(config.dtype).itemsize
 
 
 def training_bytes(config: ModelConfig, split: int) -> int:
     """Bytes that a distillation keeps: frozen weights in bfloat16, shared by student and teacher; for trained
     weights a float32 master copy, its gradient and Adam's two means."""
-    student = Transformer(config, KVPlan.swiftkv(config.num_layers, split), "bfloat16")
+    student = Transformer(config, config.plan(split), "bfloat16")
     trained, frozen = steps.weight_trees(student, "swiftkv")
     return 16 * weights.count(trained) + 2 * weights.count((frozen.student, frozen.teacher))
 

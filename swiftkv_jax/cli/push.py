@@ -6,7 +6,6 @@ from swiftkv_jax.checkpoint.write import ADAPTER, INDEX, SINGLE
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, first_line
 from swiftkv_jax.common.progress import Say, show, working
 from swiftkv_jax.config.model import plan_from_hf
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.distill.report import LIBRARY
 
 
@@ -68,5 +67,5 @@ def check_export(folder: Path) -> None:
     card = folder / "README.md"
     ours = card.is_file() and f"library_name: {LIBRARY}" in card.read_text(encoding="utf-8", errors="replace")
     plan = plan_from_hf(folder)
-    if not ours and plan == KVPlan.standard(plan.num_layers):
+    if not ours and plan == plan.full:
         raise UsageError(f"{folder} is not an export: it holds a plain model, without a card of {LIBRARY}")

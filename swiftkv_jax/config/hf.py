@@ -248,8 +248,8 @@ def flag(raw: Mapping, name: str) -> bool:
 def fields_from_hf(family: str, raw: Mapping) -> dict:
     """ModelConfig's fields of a decoder; `raw` as `with_llama_names` gives it."""
     hidden = integer(raw, "hidden_size")
-    sizes = sizes_from_hf(FAMILIES[family].sizes, raw, integer(raw, "num_hidden_layers"), hidden)
-    widest = zip(OF_SIZES, map(max, zip(*sizes, strict=True)), strict=False)
+    layers = sizes_from_hf(FAMILIES[family].sizes, raw)
+    widest = zip(OF_SIZES, map(max, zip(*layers["sizes"], strict=True)), strict=False)
     raw = {**raw, **dict(widest)}
     heads = integer(raw, "num_attention_heads")
     multi_head = family in _MULTI_HEAD or "num_key_value_heads" in raw  # null: one for each head
@@ -289,7 +289,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "o_bias": flag(raw, FAMILIES[family].out_bias),
         "mlp_bias": flag(raw, "mlp_bias"),
         "windows": windows,
-        "sizes": sizes,
+        **layers,
         **experts_from_hf(FAMILIES[family].experts, raw, integer(raw, "num_hidden_layers")),
         "exit_head": flag(raw, "exit_head"),
         **_ropes_from_hf(family, raw, windows),

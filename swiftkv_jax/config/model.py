@@ -27,9 +27,10 @@ from swiftkv_jax.config.hf import (
 )
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
-from swiftkv_jax.config.sizes import Sizes
+from swiftkv_jax.config.sizes import Sizes, sizes_from_hf
 
 DTYPES = ("float32", "bfloat16", "float16")
+ROWS = "rows"  # the kind of attention that reads a row of the cache
 NORMS = ("rms", "rms_plus_one", "layer", "layer_plain")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 _SIZES = (
@@ -42,6 +43,7 @@ class Kind(NamedTuple):
     """What may differ from layer to layer; see `ModelConfig`."""
 
     window: int
+    attention: str
     mlp: str
     rope: RopeConfig
     sizes: Sizes
@@ -70,12 +72,15 @@ class ModelConfig:
       embedding_scale, residual_scale, logits_scale: factors of the embeddings, of what attention and MLP add
         to the stream, and of the normed stream before the head.
       windows: keys that a query sees in each layer, its own included; FULL_ATTENTION for all.
+      attentions: the kind of each layer's attention: "rows", which reads a row of the cache; "linear", one
+        linear map in its place; "none". Empty: all read rows.
       mlps: the kind of each layer's MLP, a key of `layers.MLPS`; empty: all are dense.
       experts: those of the layers whose kind of MLP is "experts"; None: there are none.
       ropes: the rotary embedding of each layer; empty: that of all is `rope`.
       sizes: the numbers of heads and the MLP width of each layer; empty: those of all are num_heads,
-        num_kv_heads and intermediate_size, which are otherwise the largest of them. A layer with fewer query
-        heads has as many of them for each kv head as the widest has; rows in a cache are as wide as that.
+        num_kv_heads and intermediate_size, which are otherwise the largest of them. They are 0 where a layer
+        has no attention that reads a row, or no dense MLP. A layer with fewer query heads has as many of them
+        for each kv head as the widest has; rows in a cache are as wide as that.
       dtype: the checkpoint's dtype, and the default for loading it.
       max_position_embeddings: context length in tokens.
       encoder: config of the encoder whose output every layer also reads; None: there is none.
@@ -124,6 +129,7 @@ class ModelConfig:
     learned_positions: bool = False
     unused_positions: int = 0
     windows: tuple[int, ...] = ()
+    attentions: tuple[str, ...] = ()
     mlps: tuple[str, ...] = ()
     experts: Experts | None = None
     ropes: tuple[RopeConfig, ...] = ()
@@ -141,7 +147,7 @@ class ModelConfig:
             raise UsageError(f"model_type {self.family!r} is not supported; known: {', '.join(FAMILIES)}")
         for size in self.sizes:
             for name, value in size._asdict().items():
-                checks.integer(f"sizes: {name}", value, 1)
+                checks.integer(f"sizes: {name}", value, 0)
         for name, values in zip(Sizes._fields, zip(*self.sizes, strict=True), strict=False):
             object.__setattr__(self, name, max(values))
         for name in _SIZES:
@@ -176,18 +182,26 @@ class ModelConfig:
                 f"windows needs one positive number for each of {self.num_layers} layers, not {windows}"
             )
         object.__setattr__(self, "windows", windows)
-        for name in ("mlps", "ropes", "sizes"):
+        for name in ("attentions", "mlps", "ropes", "sizes"):
             if len(given := getattr(self, name)) not in (0, self.num_layers):
                 raise UsageError(f"{name} needs one for each of {self.num_layers} layers, not {given}")
         if EXPERTS in self.mlps and self.experts is None:
             raise UsageError(f"mlps are {self.mlps}, but there are no `experts`")
-        if set(self.ropes) == {self.rope}:
-            object.__setattr__(self, "ropes", ())
+        for name, usual in (("ropes", self.rope), ("attentions", ROWS), ("mlps", "dense")):
+            if set(getattr(self, name)) == {usual}:
+                object.__setattr__(self, name, ())
         if len(set(self.sizes)) == 1:
             object.__setattr__(self, "sizes", ())
-        for layer, (heads, kv_heads, _) in enumerate(self.sizes):
-            repeated = heads == self.num_heads and self.num_kv_heads % kv_heads == 0
-            if heads % kv_heads or not (repeated or heads * self.num_kv_heads == self.num_heads * kv_heads):
+        for layer, kind in enumerate(self.kinds if self.sizes else ()):
+            heads, kv_heads, _ = kind.sizes
+            if kind.attention != ROWS:
+                continue
+            repeated = kv_heads and heads == self.num_heads and self.num_kv_heads % kv_heads == 0
+            if (
+                not kv_heads
+                or heads % kv_heads
+                or not (repeated or heads * self.num_kv_heads == self.num_heads * kv_heads)
+            ):
                 raise UsageError(
                     f"layer {layer} has {heads} query heads and {kv_heads} kv heads; beside layers with "
                     f"{self.num_heads} and {self.num_kv_heads} it needs as many query heads for each kv "
@@ -202,14 +216,27 @@ class ModelConfig:
     def kinds(self) -> tuple[Kind, ...]:
         """The kind of each layer: only layers of one kind lie in one stack."""
         many, widest = self.num_layers, Sizes(self.num_heads, self.num_kv_heads, self.intermediate_size)
-        mlps, ropes = self.mlps or ("dense",) * many, self.ropes or (self.rope,) * many
-        return tuple(map(Kind, self.windows, mlps, ropes, self.sizes or (widest,) * many))
+        each = (
+            (self.attentions, ROWS),
+            (self.mlps, "dense"),
+            (self.ropes, self.rope),
+            (self.sizes, widest),
+        )
+        return tuple(map(Kind, self.windows, *(given or (usual,) * many for given, usual in each)))
+
+    def plan(self, split: int | None = None, share: int = 1) -> KVPlan:
+        """The standard plan of these layers; with `split`, that of SwiftKV."""
+        without = [layer for layer, kind in enumerate(self.kinds) if kind.attention != ROWS]
+        if split is None:
+            return KVPlan.standard(self.num_layers, without)
+        return KVPlan.swiftkv(self.num_layers, split, share, without)
 
     def at(self, layer: int) -> "ModelConfig":
-        """The config whose layers all have the sizes of `layer`."""
+        """The config whose layers all have the sizes of `layer`, as far as it has parts of any size."""
         if not self.sizes:
             return self
-        return dataclasses.replace(self, sizes=(), **self.sizes[layer]._asdict())
+        own = {name: size for name, size in self.sizes[layer]._asdict().items() if size}
+        return dataclasses.replace(self, sizes=(), **own)
 
     @property
     def tables(self) -> tuple[RopeConfig, ...]:
@@ -218,9 +245,12 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest sequence: rotary scaling may take it beyond `max_position_embeddings`; a
-        relative position bias sets no limit."""
-        return 2**20 if self.relative_buckets else self.rope.longest(self.max_position_embeddings)
+        """Tokens of the longest sequence: rotary scaling may take it beyond `max_position_embeddings`, which
+        of families with a table for windows (Gemma 3) includes it. A relative position bias sets no limit."""
+        if self.relative_buckets:
+            return 2**20
+        context = self.max_position_embeddings
+        return context if FAMILIES[self.family].ropes == "window" else self.rope.longest(context)
 
     @classmethod
     def from_hf(cls, source: Mapping | str | Path) -> "ModelConfig":
@@ -344,10 +374,12 @@ def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
     that `slim_attention` lists, or with slim=False keys and values."""
     raw = with_llama_names(text_of(read_config_json(source))[0])
     layers = integer(raw, "num_hidden_layers")
-    plan = KVPlan.standard(layers)
+    attentions = sizes_from_hf(FAMILIES[base_family(raw)].sizes, raw).get("attentions", ())
+    without = [layer for layer, kind in enumerate(attentions) if kind != ROWS]
+    plan = KVPlan.standard(layers, without)
     if is_swiftkv(raw):
         split = integer(raw, "num_key_value_layers", layers)
-        plan = KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1))
+        plan = KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1), without)
     forms, crossing = forms_from_hf(raw, len(plan.rows)), cross_forms_from_hf(raw, layers)
     plan = plan.stored_as(*forms) if slim else plan
     if FAMILIES[base_family(raw)].encoder is None:

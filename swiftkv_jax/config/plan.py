@@ -6,7 +6,7 @@ which rows of another, smaller model a prompt's rows are predicted.
 """
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import UsageError
@@ -45,13 +45,13 @@ class KVPlan:
 
     Attributes:
       rows: in the order in which they are made.
-      reads: reads[j] is the index of the row that layer j reads.
+      reads: reads[j] is the index of the row that layer j reads; None for a layer without attention.
       cross: the same for cross-attention, whose rows are made from another stream; empty without it.
       merged: all rows share one place in the cache, each overwriting the one before; for measurements only.
     """
 
     rows: tuple[Row, ...]
-    reads: tuple[int, ...]
+    reads: tuple[int | None, ...]
     cross: tuple[int, ...] = ()
     merged: bool = False
 
@@ -61,7 +61,7 @@ class KVPlan:
             raise UsageError("a plan needs at least one layer; reads is empty")
         if self.cross and len(self.cross) != layers:
             raise UsageError(f"cross must name a row for each of {layers} layers, or be empty")
-        if {*self.reads, *self.cross} != set(range(len(self.rows))):
+        if {*self.reads, *self.cross} - {None} != set(range(len(self.rows))) or not self.rows:
             raise UsageError(
                 f"reads and cross must use every row from 0 to {len(self.rows) - 1}, and no other; "
                 f"they are {self.reads} and {self.cross}"
@@ -99,38 +99,47 @@ class KVPlan:
         """Any map from layers to rows: layer j reads row rows[j], which the first layer to read it makes.
 
         Rows of makers from `split` on are made from the input of layer `split`, after the shared norm.
-        `split` defaults to no split. Rows are renumbered in the order of their first readers.
+        `split` defaults to no split. Rows are renumbered in the order of their first readers. A layer whose
+        row is None reads none: it has no attention.
         """
-        rows = tuple(int(row) for row in rows)
+        rows = tuple(None if row is None else int(row) for row in rows)
         if not rows:
             raise UsageError("a plan needs at least one layer; rows is empty")
         split = len(rows) if split is None else split
         if not 1 <= split <= len(rows):
             raise UsageError(f"split must be in [1, {len(rows)}] for {len(rows)} layers, not {split}")
-        first = {row: layer for layer, row in reversed(list(enumerate(rows)))}
+        first = {row: layer for layer, row in reversed(list(enumerate(rows))) if row is not None}
         makers = sorted(first.values())
         return cls(
             rows=tuple(Row(min(maker, split), maker, shared_norm=maker >= split) for maker in makers),
-            reads=tuple(makers.index(first[row]) for row in rows),
+            reads=tuple(None if row is None else makers.index(first[row]) for row in rows),
         )
 
     @classmethod
-    def standard(cls, num_layers: int) -> "KVPlan":
-        """Every layer makes and reads its own row."""
-        return cls.from_rows(range(num_layers))
+    def standard(cls, num_layers: int, without: Iterable[int] = ()) -> "KVPlan":
+        """Every layer makes and reads its own row, but for the layers `without` attention."""
+        return cls.from_rows(None if layer in set(without) else layer for layer in range(num_layers))
 
     @classmethod
-    def swiftkv(cls, num_layers: int, split: int, share: int = 1) -> "KVPlan":
+    def swiftkv(cls, num_layers: int, split: int, share: int = 1, without: Iterable[int] = ()) -> "KVPlan":
         """SwiftKV at `split`; AcrossKV when `share` > 1 (SwiftKV paper, sections 3.2 and 3.3).
 
-        Layers from `split` on read rows in consecutive groups of `share`; the last group may be shorter.
+        Layers from `split` on read rows in consecutive groups of `share`; the last group may be shorter. The
+        layers `without` attention read none, and count in no group.
         """
         if share < 1:
             raise UsageError(f"share must be at least 1, not {share}")
         if not 1 <= split <= num_layers:
             raise UsageError(f"split must be in [1, {num_layers}] for {num_layers} layers, not {split}")
-        upper = (split + (layer - split) // share for layer in range(split, num_layers))
-        return cls.from_rows((*range(split), *upper), split)
+        without = set(without)
+        upper = [layer for layer in range(split, num_layers) if layer not in without]
+        if not upper and split < num_layers:
+            raise UsageError(
+                f"no layer from split {split} of {num_layers} on has attention: choose a lower split"
+            )
+        leaders = {layer: upper[i - i % share] for i, layer in enumerate(upper)}
+        rows = (None if layer in without else leaders.get(layer, layer) for layer in range(num_layers))
+        return cls.from_rows(rows, split)
 
     @classmethod
     def merge_all(cls, num_layers: int) -> "KVPlan":
@@ -150,7 +159,8 @@ class KVPlan:
         same = [row for row in made if row.form == "x" and row.shared_norm]
         kept = [row for row in made if row not in same[1:]]
         moved = [kept.index(same[0] if row in same else row) for row in made]
-        reads, cross = (tuple(moved[read] for read in each) for each in (self.reads, self.cross))
+        reads = tuple(None if read is None else moved[read] for read in self.reads)
+        cross = tuple(moved[read] for read in self.cross)
         return dataclasses.replace(self, rows=tuple(kept), reads=reads, cross=cross)
 
     @property
@@ -187,6 +197,21 @@ class KVPlan:
         """The plan without cross-attention."""
         own = tuple(row for row in self.rows if row.space == SELF)
         return dataclasses.replace(self, rows=own, cross=())
+
+    @property
+    def full(self) -> "KVPlan":
+        """The standard plan of the same layers."""
+        return KVPlan.standard(self.num_layers, self.without)
+
+    @property
+    def without(self) -> tuple[int, ...]:
+        """The layers without attention."""
+        return tuple(layer for layer, read in enumerate(self.reads) if read is None)
+
+    def read_by(self, layer: int) -> tuple[int, ...]:
+        """The rows that a layer reads: by its attention, if it has one, then by its cross-attention."""
+        own = self.reads[layer]
+        return () if own is None else (own, *self.cross[layer : layer + 1])
 
     @property
     def num_layers(self) -> int:
@@ -285,8 +310,9 @@ class KVPlan:
     def makes_own(self, layer: int) -> bool:
         """Whether `layer` makes one row from its own normalised input, and is the only one to read it."""
         row = self.reads[layer]
-        alone = self.made_at(layer) == (row,) and self.readers(row) == (layer,)
-        return alone and not self.rows[row].shared_norm
+        if row is None or self.made_at(layer) != (row,) or self.readers(row) != (layer,):
+            return False
+        return not self.rows[row].shared_norm
 
     def runs(self, kinds: Sequence[Hashable], tables: Sequence[Hashable] = ()) -> tuple[range, ...]:
         """The longest ranges of equal layers, cut where rows are made together.
@@ -297,10 +323,9 @@ class KVPlan:
         """
 
         def kind(layer: int):
-            crossing = self.cross_forms[layer : layer + 1]
-            row = self.rows[self.reads[layer]]
-            table = tables[row.maker] if tables else None
-            return self.makes_own(layer), row.form, table, kinds[layer], crossing
+            rows = [self.rows[row] for row in self.read_by(layer)]
+            table = tables[rows[0].maker] if tables and rows else None
+            return self.makes_own(layer), [row.form for row in rows], table, kinds[layer]
 
         starts = [0]
         for layer in range(1, self.num_layers):
@@ -321,7 +346,7 @@ class KVPlan:
     @property
     def listed_forms(self) -> tuple[str, ...]:
         """The forms from which `stored_as` makes this plan, one for each row of the plain SwiftKV plan:
-        `KVPlan.swiftkv(layers, *split_and_share).stored_as(*listed_forms)` is this plan.
+        `KVPlan.swiftkv(layers, *split_and_share, without).stored_as(*listed_forms)` is this plan.
 
         Raises:
           UsageError: as `split_and_share`.
@@ -331,9 +356,9 @@ class KVPlan:
     def _listed(self) -> tuple[int, int, tuple[str, ...]]:
         own, layers = self.named.own, self.num_layers
         for share in range(1, layers - self.split + 2):
-            plain = KVPlan.swiftkv(layers, self.split, share)
+            plain = KVPlan.swiftkv(layers, self.split, share, self.without)
             firsts = [plain.readers(row)[0] for row in range(len(plain.rows))]
-            forms = tuple(own.rows[own.reads[layer]].form for layer in firsts)
+            forms = tuple(own.rows[own.read_by(layer)[0]].form for layer in firsts)
             if plain.stored_as(*forms) == own:
                 return self.split, share, forms
         raise UsageError(

@@ -15,7 +15,7 @@ import numpy as np
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.config.plan import ENCODER, KVPlan
+from swiftkv_jax.config.plan import ENCODER
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache, Encoded, Sources, make_batch
 from swiftkv_jax.core.layers import norm, relative_bias, rotary, see_all
@@ -32,7 +32,7 @@ def encoder_of(model: Transformer) -> Transformer:
     within = model.config.encoder
     if within is None:
         raise UsageError(f"{model.config.family} has no encoder")
-    return Transformer(within, KVPlan.standard(within.num_layers), model.dtype)
+    return Transformer(within, within.plan(), model.dtype)
 
 
 def encode(

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -349,6 +349,7 @@ _ACTIVATIONS = {
 }
 
 
+@runtime_checkable
 class Mlp(Protocol):
     """A kind of MLP: its weights, and itself as a function of the normalised input."""
 
@@ -443,7 +444,23 @@ def route(
     return chosen, shares * experts.scale
 
 
-MLPS: dict[str, Mlp] = {"dense": Dense(), "experts": ExpertMlp()}  # by the names in `ModelConfig.mlps`
+class LinearMap:
+    """One linear map in the place of an MLP."""
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        return {"linear_mlp": linear_map(config)}
+
+    def __call__(self, config: ModelConfig, p: PyTree, h: Hidden) -> Hidden:
+        return linear(h, p["linear_mlp"])
+
+
+# By the names in `ModelConfig.mlps`.
+MLPS: dict[str, Mlp | None] = {"dense": Dense(), "experts": ExpertMlp(), "linear": LinearMap(), "none": None}
+
+
+def linear_map(config: ModelConfig) -> PyTree:
+    """The `Weight`s of one linear map in the place of a layer's attention or MLP."""
+    return linear_weights(("D", config.hidden_size), (".", config.hidden_size), False, residual_std(config))
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -456,16 +473,22 @@ def decoder_layer(
     p: PyTree,
     x: Hidden,
     at: Rotary,
-    reads: Sequence[Callable[[Queries], Queries]],
-    mlp: Callable[[ModelConfig, PyTree, Hidden], Hidden],
+    reads: Sequence[Callable[[Queries], Queries] | None],
+    mlp: Mlp | None,
 ) -> Hidden:
-    """One layer: its attentions in order, then its MLP.
+    """One layer: its attentions in order, then its MLP, if it has these.
 
     at: the angles of the table that rotates the row that it reads. reads: for each attention of the layer,
-    the function from its queries [*batch, N, H] to its output.
+    the function from its queries [*batch, N, H] to its output; None: a linear map is in its place.
     """
     for attention, read in zip(p["attentions"], reads, strict=True):
-        mixed = read(queries(config, attention, before(config, attention, x), at))
-        mixed = linear(mixed.reshape(*x.shape[:-1], -1), attention["o_proj"])
+        h = before(config, attention, x)
+        if read is None:
+            mixed = linear(h, attention["linear_attn"])
+        else:
+            mixed = read(queries(config, attention, h, at))
+            mixed = linear(mixed.reshape(*x.shape[:-1], -1), attention["o_proj"])
         x = x + after(config, attention, mixed)
+    if mlp is None:
+        return x
     return x + after(config, p["mlp"], mlp(config, p["mlp"], before(config, p["mlp"], x)))

@@ -108,11 +108,15 @@ def run(
         due = [row for row in plan.made_at(layer) if row not in given]
         cache, made = make_rows(model, params, due, layer, x, at, batch, cache, keep)
         raw |= made
-        p = weights.layer(params, layer)
-        rows = (plan.reads[layer], *plan.cross[layer : layer + 1])
+        p, kind, rows = weights.layer(params, layer), config.kinds[layer], plan.read_by(layer)
+        if not rows:
+            x = decoder_layer(config, p, x, at, [None] * len(p["attentions"]), MLPS[kind.mlp])
+            continue
         readers = [_row_reader(plan, params, *each) for each in zip(rows, p["attentions"], strict=True)]
-        kind, maker = config.kinds[layer], plan.rows[rows[0]].maker
-        reads = [partial(cache.attend, rows[0], readers[0], batch=batch, window=kind.window, bias=bias)]
+        maker = plan.rows[rows[0]].maker
+        reads: list[Any] = [
+            partial(cache.attend, rows[0], readers[0], batch=batch, window=kind.window, bias=bias)
+        ]
         if plan.cross:
             reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
         x = decoder_layer(config, p, x, at.of(config, maker), reads, under(MLPS[kind.mlp], cache.mesh))

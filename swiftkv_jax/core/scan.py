@@ -219,7 +219,16 @@ def _run(
 ) -> Passed:
     """Run equal layers. Each makes its own row, or reads one that exists."""
     config, plan = model.config, model.plan
-    reads, kind = plan.reads[run.start : run.stop], config.kinds[run.start]
+    kind = config.kinds[run.start]
+    if not plan.read_by(run.start):
+
+        def alone(x, p):
+            out = decoder_layer(config, p, x, at, [None] * len(p["attentions"]), MLPS[kind.mlp])
+            return out, x if tap else None
+
+        x, entering, streams = _scan(alone, passed.x, stack, remat)
+        return Passed(x, entering, passed.rows, passed.raw, passed.streams + [streams] * tap)
+    reads = [plan.read_by(layer)[0] for layer in run]
     at = at.of(config, plan.rows[reads[0]].maker)
     form = FORMS[plan.rows[reads[0]].form]
     scanned, picks, own = {"layer": stack}, {}, reads[0] not in passed.rows

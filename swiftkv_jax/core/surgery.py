@@ -61,7 +61,8 @@ def to_swiftkv(
     out["layers"] = weights.recut(params["layers"], layers)
     out["rows"] = [_makers(model.config, params, plan, numbers, init) for numbers in rows]
     if plan.is_swiftkv:
-        attention = weights.layer(params, plan.split)["attentions"][0]
+        first = next(row.maker for row in plan.rows if row.shared_norm)
+        attention = weights.layer(params, first)["attentions"][0]
         for name, weight in shared_norm_weights(model.config).items():
             gain = attention[name.removeprefix("shared_")]
             out[name] = jnp.full_like(gain, weight.fill) if init == "fold" else gain
@@ -80,19 +81,23 @@ def check_teacher(model: Transformer) -> None:
             f"this model's rows are stored as {', '.join(model.plan.forms)}: convert last. Begin with the "
             "plain model (from_pretrained(..., slim=False)), and give the student to to_slim"
         )
-    if model.plan != KVPlan.standard(model.config.num_layers):
+    if model.plan != model.plan.full:
         raise UsageError("to_swiftkv starts from a standard model; this one's rows are shared or rewired")
 
 
 def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, numbers: range, init: str) -> PyTree:
     """The makers of consecutive rows, stacked: each the mean over its readers of the teacher's makers."""
-    groups = [plan.readers(row) for row in numbers]
+    full = plan.full  # the teacher's
+    groups = [[full.read_by(layer)[0] for layer in plan.readers(row)] for row in numbers]
     folded = [plan.rows[row].shared_norm and init == "fold" for row in numbers]
     if not any(folded) and all(len(group) == 1 for group in groups):
         return weights.recut(params["rows"], [range(groups[0][0], groups[-1][0] + 1)])[0]
 
-    def one(group: tuple[int, ...], fold: bool) -> PyTree:
-        alone = [_folded(config, params, layer) if fold else weights.row(params, layer) for layer in group]
+    def one(group: Sequence[int], fold: bool) -> PyTree:
+        alone = [weights.row(params, row) for row in group]
+        if fold:
+            makers = [full.rows[row].maker for row in group]
+            alone = [_folded(config, params, *each) for each in zip(alone, makers, strict=True)]
         return jax.tree.map(
             lambda *leaves: jnp.stack(leaves).astype(jnp.float32).mean(0).astype(leaves[0].dtype), *alone
         )
@@ -101,9 +106,9 @@ def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, numbers: range, i
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
 
 
-def _folded(config: ModelConfig, params: PyTree, layer: int) -> PyTree:
-    """A layer's makers with the gain of its input norm multiplied into their kernels' rows."""
-    row, attention = weights.row(params, layer), weights.layer(params, layer)["attentions"][0]
+def _folded(config: ModelConfig, params: PyTree, row: PyTree, layer: int) -> PyTree:
+    """The makers `row` of a layer with the gain of its input norm multiplied into their kernels' rows."""
+    attention = weights.layer(params, layer)["attentions"][0]
     if "norm" not in attention:
         return row
     gain = effective_gain(config, attention["norm"]).astype(jnp.float32)
@@ -167,10 +172,10 @@ def to_slim(
     stacks = []  # of layers, with the projections that their attentions take over from their rows
     for numbers, stack in zip(layers, weights.recut(params["layers"], layers), strict=True):
         attentions = list(stack["attentions"])
-        for i, (reads, old) in enumerate(((plan.reads, model.plan.reads), (plan.cross, model.plan.cross))):
-            form = FORMS[plan.rows[reads[numbers.start]].form] if reads else None
-            if form is not None and form.moved:
-                taken = [weights.row(params, old[layer]) for layer in numbers]
+        for i, row in enumerate(plan.read_by(numbers.start)):
+            form = FORMS[plan.rows[row].form]
+            if form.moved:
+                taken = [weights.row(params, model.plan.read_by(layer)[i]) for layer in numbers]
                 taken = jax.tree.map(lambda *leaves: jnp.stack(leaves), *taken)
                 attentions[i] = attentions[i] | form.convert_reader(model.config, taken)
         stacks.append(stack | {"attentions": attentions})
@@ -197,8 +202,8 @@ def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, Py
 
     def read_by(stack: PyTree, layer: int) -> PyTree:
         attentions = list(stack["attentions"])
-        for i, reads in enumerate((plan.reads, plan.cross)):
-            if reads and plan.rows[reads[layer]].form != served.rows[reads[layer]].form:
+        for i, row in enumerate(plan.read_by(layer)):
+            if plan.rows[row].form != served.rows[row].form:
                 moved = {name: _transformed(attentions[i][name], model.dtype) for name in FORMS["x"].moved}
                 attentions[i] = attentions[i] | moved
         return stack | {"attentions": attentions}
@@ -338,7 +343,7 @@ def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tup
     """
     auxiliary = pruned(model, keep)
     plan, shape = model.plan, auxiliary.config
-    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
+    rows = list(dict.fromkeys(row for layer in keep for row in plan.own.read_by(layer)))
     cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
     layers, made = weights.partition(auxiliary.plan, shape.kinds, cuts)
     out = {name: params[name] for name in weights.ENDS if name in params}
@@ -355,7 +360,7 @@ def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
     plan, config = model.plan, model.config
     keep = ascending("keep", keep, plan.num_layers)
     lower = sum(layer < plan.split for layer in keep)
-    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
+    rows = list(dict.fromkeys(row for layer in keep for row in plan.own.read_by(layer)))
     makers = [plan.rows[row].maker for row in rows if not plan.rows[row].shared_norm]
     absent = [f"layer {maker}, which makes a row that it reads" for maker in makers if maker not in keep]
     if not lower or absent:
@@ -365,8 +370,9 @@ def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
         config,
         num_layers=len(keep),
         windows=tuple(config.windows[layer] for layer in keep),
-        mlps=tuple(config.mlps[layer] for layer in keep if config.mlps),
-        ropes=tuple(config.ropes[layer] for layer in keep if config.ropes),
+        attentions=tuple(config.kinds[layer].attention for layer in keep),
+        mlps=tuple(config.kinds[layer].mlp for layer in keep),
+        ropes=tuple(config.kinds[layer].rope for layer in keep),
         sizes=tuple(config.kinds[layer].sizes for layer in keep),
         exit_head=False,
     )

@@ -27,6 +27,7 @@ from swiftkv_jax.core.layers import (
     MLPS,
     effective_gain,
     head_norm,
+    linear_map,
     linear_weights,
     norm_weights,
     residual_std,
@@ -105,7 +106,7 @@ def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
     tree["embed"] = Weight((vocab[1], width[1]), "V D", 0.02)
     if config.encoder is not None:
         within = config.encoder
-        tree["encoder"] = weights(within, KVPlan.standard(within.num_layers), None)
+        tree["encoder"] = weights(within, within.plan(), None)
     head = {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
     if plan.has_shared_norm:
         tree |= shared_norm_weights(config)
@@ -129,6 +130,16 @@ def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
     norms = (norm_weights(config) if config.norm_before else {}) | (
         norm_weights(config, AFTER) if config.norm_after else {}
     )
+    kind, mlp = config.kinds[number], MLPS[config.kinds[number].mlp]
+    # An empty array, so that a stack of layers without any weights still gives their number.
+    tree: PyTree = {
+        "attentions": [],
+        "mlp": norms | mlp.weights(config) if mlp else {"nothing": Weight((0,), ".")},
+    }
+    if kind.attention == "linear":
+        return tree | {"attentions": [norms | {"linear_attn": linear_map(config)}]}
+    if kind.attention == "none":
+        return tree
     attention: PyTree = {
         **norms,
         "q_proj": linear_weights(width, heads, config.qkv_bias, 0.02),
@@ -136,9 +147,8 @@ def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
     }
     if config.qk_norm:
         attention["q_norm"] = head_norm(config, *heads)
-    mlp = norms | MLPS[config.kinds[number].mlp].weights(config)
-    forms = [plan.rows[plan.reads[number]].form, *plan.cross_forms[number : number + 1]]
-    return {"attentions": [attention | FORMS[form].reader_weights(config) for form in forms], "mlp": mlp}
+    forms = [FORMS[plan.rows[row].form] for row in plan.read_by(number)]
+    return tree | {"attentions": [attention | form.reader_weights(config) for form in forms]}
 
 
 def _stack(tree: PyTree, n: int) -> PyTree:

@@ -54,10 +54,8 @@ class PlanConfig(Checked):
     init: Annotated[str, one_of(*INITS, LEAST_SQUARES)] = LEAST_SQUARES
     init_tokens: Count = 65_536
 
-    def build(self, num_layers: int) -> KVPlan:
-        return (
-            KVPlan.swiftkv(num_layers, self.split, self.share) if self.split else KVPlan.standard(num_layers)
-        )
+    def build(self, config: ModelConfig) -> KVPlan:
+        return config.plan(self.split, self.share) if self.split else config.plan()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,7 @@ class PredictConfig(Checked):
         """The map from the rows of `base` to the rows of `auxiliary` that they are predicted from."""
         if (self.map or ("nearest" if self.keep else "spread")) == "spread":
             return Prediction.spread(base.num_rows, auxiliary.num_rows, self.tail)
-        kept = {base.reads[layer] for layer in self.keep} or range(auxiliary.num_rows)
+        kept = {row for layer in self.keep for row in base.read_by(layer)} or range(auxiliary.num_rows)
         return Prediction.nearest(base.num_rows, sorted(kept), self.tail)
 
 

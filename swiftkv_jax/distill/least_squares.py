@@ -70,8 +70,10 @@ def received(
 
 def one_layer(model: Transformer, params: PyTree, layer: int) -> tuple[Transformer, PyTree]:
     """(a model of this one layer, its parameters), of a standard model. Equal layers give equal models."""
-    own = range(layer, layer + 1)
-    return pruned(model, own), {name: weights.recut(params[name], [own]) for name in ("layers", "rows")}
+    own, rows = range(layer, layer + 1), model.plan.read_by(layer)
+    made = [range(row, row + 1) for row in rows]
+    cut = {"layers": weights.recut(params["layers"], [own]), "rows": weights.recut(params["rows"], made)}
+    return pruned(model, own), cut
 
 
 def taught(
@@ -261,7 +263,10 @@ def fit(
             yield sums
 
     for layer in range(plan.depth, plan.num_layers):
-        row = plan.reads[layer]
+        if (row := plan.reads[layer]) is None:
+            one = one_layer(teacher, own_params, layer)
+            streams = [onward(*one, x, batch) for x, batch in zip(streams, kept, strict=True)]
+            continue
         o = weights.layer(own_params, layer)["attentions"][0]["o_proj"]["kernel"]
         cost = np.asarray(output_weights(config.at(layer), o), np.float64)
         problems.setdefault(row, []).append((halves(passed(layer)), cost))
@@ -302,6 +307,13 @@ def step(
     n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
     x, pair, weight = taught(model, params, x, batch)
     return x, products(n, weight, jnp.stack(pair, axis=-2))
+
+
+@partial(jax.jit, static_argnums=0)
+def onward(model: Transformer, params: PyTree, x: Hidden, batch: Batch) -> Hidden:
+    """The hidden states leaving a layer that has no attention."""
+    at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
+    return through(model, params, x, at, segments).x
 
 
 def row_of(

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from swiftkv_jax.analysis import plots
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.common.errors import explained
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.distill.answers import Compared
@@ -48,7 +47,7 @@ def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]
     config, plan = model.config, model.plan
     if not plan.skipped_layers:
         return [("layers", str(config.num_layers))]
-    full = KVPlan.standard(config.num_layers)
+    full = config.plan()
     flops = prompt_gflop(config, plan, context) / prompt_gflop(config, full, context)
     cache = cache_bytes_per_token(config, plan) / cache_bytes_per_token(config, full)
     shared = max(len(plan.readers(row)) for row in range(plan.num_rows))

@@ -11,7 +11,6 @@ from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_pretrained
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig, plan_from_hf
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import predict, surgery, weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted
@@ -65,13 +64,13 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
             raise UsageError(f"{stored}, which cannot train: train the plain model, then swiftkv slim")
         config = ModelConfig.from_hf(folder)
         surgery.check_experts(config, mesh.shape["tensor"])
-        plan = experiment.plan.build(config.num_layers)
+        plan = experiment.plan.build(config)
         cuts = (plan.depth,) if plan.has_shared_norm else ()
         model, params = from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
         return surgery.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)
     config = experiment.architecture
     assert config is not None  # an Experiment without a model has an architecture
-    model = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
+    model = Transformer(config, config.plan(), experiment.dtype)
     tree = weights.abstract(config, model.plan, jnp.float32, mesh)
     make = jax.jit(
         lambda key: weights.init(config, model.plan, key),
@@ -90,7 +89,7 @@ def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTr
         made = predict.identity(model) if same else predict.uniform(model, key)
         trained, frozen = split({"base": params, "auxiliary": theirs, "predictor": made})
         return model, steps.masters(trained), frozen
-    plan, init = experiment.plan.build(teacher.config.num_layers), experiment.plan.init
+    plan, init = experiment.plan.build(teacher.config), experiment.plan.init
     if experiment.fits_start and not plan.has_shared_norm:
         raise UsageError(f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit")
     init = "fold" if init == LEAST_SQUARES else init
@@ -101,7 +100,7 @@ def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTr
 def abstract_student(experiment: Experiment) -> Student:
     """The student that `prepare` gives, from configs alone."""
     config = experiment.architecture or ModelConfig.from_hf(experiment.model)
-    plan = experiment.plan.build(config.num_layers)
+    plan = experiment.plan.build(config)
     config = dataclasses.replace(config, exit_head=experiment.loss.exit_weight > 0)
     model, given = Transformer(config, plan, experiment.dtype), experiment.predict
     if given is None:
@@ -110,7 +109,7 @@ def abstract_student(experiment: Experiment) -> Student:
         auxiliary = surgery.pruned(model, given.keep)
     else:
         config = given.architecture or ModelConfig.from_hf(given.auxiliary)
-        auxiliary = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
+        auxiliary = Transformer(config, config.plan(), experiment.dtype)
     return Predicted(model, auxiliary, given.build(model.plan, auxiliary.plan))
 
 

@@ -142,7 +142,7 @@ def prepare(
     check_teacher(teacher)
     stacks, _ = weights.partition(plan, teacher.config.kinds, (plan.depth,))
     starts = [run.start for run in stacks]  # the teacher's are cut where the student's are
-    layers, rows = weights.partition(KVPlan.standard(plan.num_layers), teacher.config.kinds, starts)
+    layers, rows = weights.partition(plan.full, teacher.config.kinds, starts)
     cut = {"layers": weights.recut(params["layers"], layers), "rows": weights.recut(params["rows"], rows)}
     student, student_params = to_swiftkv(teacher, params | cut, plan, init, exit_head)
     trained, frozen = split_trainable(student, student_params, trainable)
@@ -151,11 +151,16 @@ def prepare(
 
 def _own(student: Transformer, tree: PyTree, trainable: str) -> PyTree:
     """The part of the teacher's tree, or of its `Weight`s, that `Frozen.teacher` holds."""
-    depth = student.plan.depth
     trained = is_trained(student, {"layers": tree["layers"]}, trainable)
     layers = jax.tree.map(lambda leaf, yes: leaf if yes else None, tree["layers"], trained["layers"])
     rows = zip(weights.ranges(tree["rows"]), tree["rows"], strict=True)
-    return {"layers": layers, "rows": [stack for numbers, stack in rows if numbers.start >= depth]}
+    below = _rows_below(student.plan)
+    return {"layers": layers, "rows": [stack for numbers, stack in rows if numbers.start >= below]}
+
+
+def _rows_below(plan: KVPlan) -> int:
+    """How many rows of the teacher the layers below the plan's depth make."""
+    return sum(row.maker < plan.depth for row in plan.full.rows)
 
 
 def masters(tree: PyTree) -> PyTree:
@@ -183,7 +188,7 @@ def weight_trees(student: Transformer, trainable: str) -> tuple[PyTree, Frozen]:
         return weights.weights(config, plan), Frozen(None, None)
     tree = weights.weights(config, plan, (plan.depth,))
     trained, frozen = split_trainable(student, tree, trainable)
-    standard, plain = KVPlan.standard(plan.num_layers), dataclasses.replace(config, exit_head=False)
+    standard, plain = plan.full, dataclasses.replace(config, exit_head=False)
     teachers = weights.weights(plain, standard, weights.cuts_of(tree))
     return trained, Frozen(frozen, _own(student, teachers, trainable))
 
@@ -247,13 +252,13 @@ def hidden_states(
 
 def teacher_of(student: Transformer, params: PyTree, frozen: Frozen) -> tuple[Transformer, PyTree]:
     """The teacher from the plan's depth on: it shares the student's weights, except those that train."""
-    config, depth = dataclasses.replace(student.config, exit_head=False), student.plan.depth
-    below = [{"absent": jnp.zeros((depth, 0))}] if depth else []  # rows that nothing from there on reads
+    config, count = dataclasses.replace(student.config, exit_head=False), _rows_below(student.plan)
+    below = [{"absent": jnp.zeros((count, 0))}] if count else []  # rows that nothing above them reads
     own_params = {
         "layers": merge(frozen.teacher["layers"], params["layers"]),
         "rows": [*below, *frozen.teacher["rows"]],
     }
-    return Transformer(config, KVPlan.standard(config.num_layers), student.dtype), own_params
+    return Transformer(config, config.plan(), student.dtype), own_params
 
 
 def whole_head(model: Transformer, params: PyTree) -> losses.Head:

@@ -129,7 +129,7 @@ def _at_cross(model: Transformer, params: PyTree, layer: int, text: Pieces, now:
     """The inputs of a layer's cross-attention: the encoder's output, and the stream after self-attention."""
     assert now.encoded is not None and text.beside is not None
     h = normalised(model, params, False, layer, now.x)
-    row, p = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
+    row, p = weights.row(params, model.plan.read_by(layer)[0]), weights.layer(params, layer)["attentions"][0]
     update = _output(model, SELF, layer, "kv", "auto", row, p, params.get("relative"), now.x, h, now)
     return _Input(now.encoded.x, text.beside.some, now.x + update, text, now)
 
@@ -208,7 +208,7 @@ def _with_output_error(
 ) -> Candidate:
     layer, space = model.plan.readers(c.row)[0], model.plan.rows[c.row].space
     slim, made = served(model, params, [c])
-    row = (slim.plan.cross if space != SELF else slim.plan.reads)[layer]
+    row = slim.plan.read_by(layer)[space != SELF]
     stored = slim.plan.rows[row].form, dtype, weights.row(made, row)
     off = of = 0.0
     for seen in half:
@@ -239,7 +239,7 @@ def _output(
     x: the stream that enters the attention. h: the row's input. now: the state before the layer.
     """
     config, stored = model.config, FORMS[form]
-    angles = now.angles.of(config, model.plan.rows[model.plan.reads[layer]].maker)
+    angles = now.angles.of(config, model.plan.rows[model.plan.read_by(layer)[0]].maker)
     made = rounded(stored.make(config, row, h, angles), dtype)
     k, v = stored.keys_values(config, reader_of(stored, stored.reader(row), p), made, angles)
     q = queries(config, p, before(config, p, x), angles)

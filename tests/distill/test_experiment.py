@@ -65,7 +65,7 @@ ONE_GPU = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_recipe_trains_the_papers_share(name):
     experiment = load_experiment(CONFIGS / f"{name}.py")
-    plan = experiment.plan.build(experiment.architecture.num_layers)
+    plan = experiment.plan.build(experiment.architecture)
     student = Transformer(experiment.architecture, plan, experiment.dtype)
     recipe = start.make_recipe(experiment, student, 10)
     mesh = sharding.make_mesh(fsdp=-1, devices=jax.devices()[:1])
