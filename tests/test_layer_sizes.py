@@ -308,6 +308,7 @@ def test_layers_without_attention_or_mlp_are_their_published_definition(nas, tmp
     assert 1e9 * (table["kv"] + table["qo"] + table["mlp"]) == pytest.approx(2 * multiplied)
 
 
+@pytest.mark.slow("None", "8")
 @pytest.mark.parametrize("split", [None, 8, 7])
 def test_an_engine_serves_layers_without_attention(split, nas, tmp_path):
     """Ragged prompts in chunks: greedy tokens of the definition. Those of an untrained student are the same
