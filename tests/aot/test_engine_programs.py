@@ -22,8 +22,10 @@ from kernel_targets import HOPPER, TPUS, mesh_of, size
 
 from swiftkv_jax.analysis.hlo import COLLECTIVES, launched
 from swiftkv_jax.cli.serving_programs import KERNELS
+from swiftkv_jax.config.hf import FULL_ATTENTION
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import block_count
 from swiftkv_jax.core.model import Transformer
@@ -81,10 +83,11 @@ def engine_arguments(
     attention: str | None = None,
     fill: str | None = None,
     dtype: str = "bfloat16",
+    config: ModelConfig | None = None,
 ):
     """(model, params, cache, settings) as shapes, in the form that the engine serves, on one chip or those
     of `mesh`; by the chip's own kernel, or by `attention`; upper rows by `fill`."""
-    config = CONFIGS[plan.num_layers]
+    config = config or CONFIGS[plan.num_layers]
     model = Transformer(config, plan, dtype)
     page = usual_page(rows, "gpu" if chip == "h100" else "tpu")
     sizes = {"max_model_len": CONTEXT, "max_num_seqs": LANES, "num_pages": LANES * CONTEXT // page}
@@ -382,6 +385,43 @@ def test_a_step_of_eight_tokens_copies_no_weight_and_has_no_loop(chip, rows):
     assert not loops
     if chip == "h100":
         assert sum(once.values()) <= most_operations("run_any", "swiftkv"), once
+
+
+# Gemma 3 4B's widths, tables and windows, with Gemma 2's soft caps, which XLA's attention computes.
+GEMMA = dataclasses.replace(
+    CONFIG,
+    family="gemma3_text",
+    hidden_size=2560,
+    intermediate_size=10240,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    norm="rms_plus_one",
+    norm_after=True,
+    qk_norm=True,
+    activation="gelu_tanh",
+    tie_word_embeddings=True,
+    embedding_scale=2560**0.5,
+    attention_scale=256**-0.5,
+    windows=(1024, FULL_ATTENTION),
+    ropes=(RopeConfig(), RopeConfig(rope_type="linear", rope_theta=1e6, factor=8.0)),
+)
+CAPPED = dataclasses.replace(GEMMA, attention_softcap=50.0, logits_softcap=30.0)
+
+
+# On v5p a chunk of 2048 tokens has an array of the size of its 2048 query columns, and cannot be told apart.
+@pytest.mark.parametrize(("chip", "program"), [("v5p", "decode"), ("h100", "prompt"), ("h100", "decode")])
+@pytest.mark.parametrize("config", [GEMMA, CAPPED], ids=["windows", "soft caps"])
+def test_gemmas_programs_copy_no_weight_and_no_rows(chip, config, program):
+    mesh, attention = mesh_of(CHIPS[chip]), "xla" if config.attention_softcap else None
+    what = (chip, PLANS["standard"], "bfloat16")
+    function, static, traced = programs(*what, config=config, attention=attention)[program]
+    memory, hlo = text_of(function, static, on(mesh, traced), mesh)
+    params, cache, *_ = traced
+    assert not copied_weights(hlo, params) and not copied_weights(hlo, cache.stores)
+    assert memory.alias_size_in_bytes >= cache.nbytes
+    *_, loops = executed(hlo)
+    assert loops.count(False) >= (program == "decode")  # the loop over its steps
 
 
 SHARED = {  # what is served by four chips: plan, rows, and whether a kernel fills
