@@ -80,19 +80,3 @@ def test_a_large_number_among_the_inputs_spoils_no_others(dtype, times):
     (inputs, _), (transformed, _) = ways.distance(*rows), ways.distance(*hadamard_inputs(*rows))
     (kept, _) = ways.distance(plain, params)
     assert transformed < inputs / times and transformed < 2 * kept, (inputs, transformed, kept)
-
-
-def test_weights_with_a_scale_are_transformed_with_it():
-    model, params = tiny.make_model(tiny.PLANS["standard"].stored_as("x"), **FREE)
-    stack = params["layers"][0]
-    p = stack["attentions"][0]["k_proj"]
-    scale = jnp.linspace(0.5, 2, p["kernel"].shape[-1]) * jnp.ones((*p["kernel"].shape[:-2], 1))
-    scaled = stack["attentions"][0] | {"k_proj": p | {"scale": scale}}
-    whole = stack["attentions"][0] | {"k_proj": p | {"kernel": p["kernel"] * scale[..., None, :]}}
-    made = [
-        hadamard_inputs(model, params | {"layers": [stack | {"attentions": [each]}, *params["layers"][1:]]})[
-            1
-        ]
-        for each in (scaled, whole)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *made)

@@ -17,7 +17,7 @@ from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import logits
-from swiftkv_jax.core.layers import kernel_of, linear
+from swiftkv_jax.core.layers import by_token, dequantised, kernel_of, linear
 from swiftkv_jax.core.loop import step
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import rounded
@@ -377,3 +377,24 @@ def test_kernel_of_applies_the_scale_of_8_bit_weights():
         np.testing.assert_array_equal(kernel_of(one), whole[i])
         np.testing.assert_allclose(linear(x, one), x @ whole[i], rtol=1e-5)
     assert kernel_of({"kernel": stack["kernel"]}) is stack["kernel"]
+
+
+@pytest.mark.parametrize(("dtype", "most", "bound"), [("int8", 127, 0.01), ("float8_e4m3fn", 448, 0.05)])
+def test_products_of_two_8_bit_arrays(dtype, most, bound):
+    """Each token of x has its own scale; a token of zeros stays one."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((3, 4, 64)).astype(np.float32) * np.float32([1e-3, 1, 1e3])[:, None, None]
+    x[1, 2] = 0
+    q = random.integers(-9, 9, (64, 5)).astype(jnp.dtype(dtype))
+    p = jax.tree.map(jnp.asarray, {"kernel": q, "scale": random.random(5, np.float32), "bias": np.ones(5)})
+    s = np.abs(x).max(-1, keepdims=True) / np.float32(most)
+    s[s == 0] = 1
+    rounded = np.round(x / s) if dtype == "int8" else x / s
+    want = (rounded.astype(jnp.dtype(dtype)).astype(np.float32) * s) @ np.asarray(kernel_of(p)) + 1
+    got = linear(jnp.asarray(x), by_token({"part": p})["part"])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+    exact = linear(jnp.asarray(x), p)
+    assert 0 < np.linalg.norm((got - exact)[1]) < bound * np.linalg.norm((exact - 1)[1])
+    assert (got[1, 2] == 1).all()
+    back = dequantised(by_token({"part": p}), jnp.float32)["part"]
+    assert sorted(back) == ["bias", "kernel"]

@@ -50,6 +50,7 @@ def from_pretrained(
     revision: str | None = None,
     base: str | Path | None = None,
     slim: bool = True,
+    quantization: str | None = "auto",
 ) -> tuple[Transformer | Predicted, PyTree]:
     """Load a model and its parameters from a folder, a GGUF file or a hub id; also a KV prediction adapter.
 
@@ -64,6 +65,10 @@ def from_pretrained(
       revision: branch, tag or commit of a hub model; its main branch by default.
       base: an adapter's base model, if it is not where the adapter says.
       slim: False loads a Slim attention checkpoint as the plain model, with rows of keys and values.
+      quantization: "int8" or "fp8" (e4m3) rounds the projections of attention and MLPs to 8 bits, each output
+        with a scale; embeddings, heads and norms stay in `dtype`. "auto" (or None) reads weights as they are
+        stored: in 8 bits if they have a scale for each tensor or output, in `dtype` if scales are of blocks.
+        "dequantize" reads all in `dtype`.
 
     Returns:
       (model, params): a `Transformer`, or a `Predicted` for an adapter, and its tree of arrays in `dtype`,
@@ -77,16 +82,15 @@ def from_pretrained(
     if not (folder / ADAPTER).exists():
         if base is not None:
             raise UsageError(f"{folder} has no {ADAPTER}: only adapters have a base, so leave it out")
-        return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim)
+        return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim, quantization=quantization)
     version, named, stored, prediction = _read(folder / ADAPTER)
     home = _base_folder(folder, named, base)
-    base_model, base_params = hf.from_pretrained(
-        home, dtype, mesh, cuts, slim=False
-    )  # it predicts keys and values
+    how = {"slim": False, "quantization": quantization}  # it predicts keys and values
+    base_model, base_params = hf.from_pretrained(home, dtype, mesh, cuts, **how)
     if fingerprint(home, version) != stored:
         raise UsageError(f"{home} is not the model that {folder} was made for: give it by --base (base=)")
     check_tokenizers(home, folder / AUXILIARY)
-    auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, base_model.dtype, mesh, cuts, slim=False)
+    auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, base_model.dtype, mesh, cuts, **how)
     model = Predicted(base_model, auxiliary, prediction)
     predictor = _load_predictor(folder, model, mesh, cuts)
     return model, {"base": base_params, "auxiliary": aux_params, "predictor": predictor}

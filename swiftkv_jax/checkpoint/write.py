@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+import operator
 import os
 import shutil
 import tempfile
@@ -19,19 +21,21 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from swiftkv_jax.audio import PREPROCESSORS
-from swiftkv_jax.checkpoint.names import Slot, as_dtype, leaves, slots
+from swiftkv_jax.checkpoint.names import Slot, as_dtype, leaves, names_of, slots
 from swiftkv_jax.common.bucket import is_bucket, sent
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.common.folder import inside
 from swiftkv_jax.config.gguf_header import gguf_of, read_header
 from swiftkv_jax.config.hf import OWN_CODE, read_config_json
-from swiftkv_jax.config.model import DTYPES
+from swiftkv_jax.config.model import DTYPES, ModelConfig
 from swiftkv_jax.core import weights
+from swiftkv_jax.core.layers import kernel_of
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.text.gguf_tokenizer import tokenizer_files
 from swiftkv_jax.text.tokenizer_files import FILES as TOKENIZER_FILES
 
+_SCALE = "_scale"  # behind a tensor's name
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION_FILES = ("generation_config.json", *PREPROCESSORS)
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
@@ -61,7 +65,7 @@ def save_pretrained(
     config.json last, and weights that the new ones supersede are removed. With several processes each tensor
     is gathered in turn, and process 0 writes.
     """
-    described = weights.weights(model.config, model.plan, weights.cuts_of(params))
+    described = weights.described(model.config, model.plan, params)
     want = {path: weight.shape for path, weight in leaves(described)}
     have = {path: tuple(leaf.shape) for path, leaf in leaves(params)}
     paths = sorted(want.keys() | have.keys(), key=str)
@@ -72,10 +76,16 @@ def save_pretrained(
         raise UsageError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
     config = dataclasses.replace(model.config, dtype=dtype).to_hf(model.plan)
     table = slots(model.config, model.plan, weights.cuts_of(params))
+    eight = {name: found for name, slot in table.items() if (found := _eight_bit(params, slot))}
+    if eight:
+        config["quantization_config"] = _quantization(model.config, table, eight)
+        table = {key: each for name, slot in table.items() for key, each in _with_scale(name, slot, eight)}
+    dtypes = {name: jnp.dtype(eight.get(name, dtype)) for name in table}
+    dtypes |= {f"{name}{_SCALE}": jnp.dtype(np.float32) for name in eight}
+    sizes = {name: math.prod(slot.shape) * dtypes[name].itemsize for name, slot in table.items()}
     if jax.process_index():
-        for names in _shards(table, jnp.dtype(dtype).itemsize, max_shard_bytes):
-            for name in names:
-                tensor(params, name, table[name], jnp.dtype(dtype))
+        for name, slot in table.items():
+            tensor(params, name, slot, dtypes[name])
         multihost_utils.sync_global_devices("save_pretrained")
         return
     with staged(out_dir) as folder:
@@ -96,17 +106,17 @@ def save_pretrained(
             code = "use AutoModelForCausalLM with trust_remote_code=True.safetensors"
             config["transformers_weights"] = code
         # Only one file's tensors are in host memory at a time.
-        shards, files = _shards(table, jnp.dtype(dtype).itemsize, max_shard_bytes), {}
+        shards, files = _shards(sizes, max_shard_bytes), {}
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-            tensors = {name: tensor(params, name, table[name], jnp.dtype(dtype)) for name in names}
+            tensors = {name: tensor(params, name, table[name], dtypes[name]) for name in names}
             save_file(tensors, folder / file, {"format": "pt"})
             (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private to its owner
             del tensors
             files |= dict.fromkeys(names, file)
         if len(shards) > 1:
-            total = jnp.dtype(dtype).itemsize * sum(math.prod(slot.shape) for slot in table.values())
-            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+            metadata = {"total_size": sum(sizes.values())}
+            write_json(folder / INDEX, {"metadata": metadata, "weight_map": files})
         write_json(folder / "config.json", config)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_pretrained")
@@ -173,11 +183,10 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _shards(table: dict[str, Slot], itemsize: int, limit: int) -> list[list[str]]:
+def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
     """Names in order, cut wherever the next tensor would exceed `limit` bytes."""
     shards, room = [[]], limit
-    for name, slot in table.items():
-        size = math.prod(slot.shape) * itemsize
+    for name, size in sizes.items():
         if size > room and shards[-1]:
             shards, room = [*shards, []], limit
         shards[-1].append(name)
@@ -185,17 +194,62 @@ def _shards(table: dict[str, Slot], itemsize: int, limit: int) -> list[list[str]
     return shards
 
 
+def _eight_bit(params: PyTree, slot: Slot) -> str | None:
+    """The dtype of a tensor that is written in 8 bits: all its parts are, and outputs come first in it."""
+    parts = [_holder(params, part) for part in slot.parts if part.path[-1] == "kernel" and part.transposed]
+    dtypes = {part["kernel"].dtype.name if "scale" in part else "" for part in parts}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _with_scale(name: str, slot: Slot, eight: dict[str, str]) -> list[tuple[str, Slot]]:
+    """A tensor and, if it is in 8 bits, its scale [outputs, 1]."""
+    if name not in eight:
+        return [(name, slot)]
+
+    def scale(part: Slot) -> Slot:
+        path, shape, rest = (*part.path[:-1], "scale"), (slot.shape[0], 1), tuple(map(scale, part.rest))
+        return dataclasses.replace(part, path=path, shape=shape, rest=rest, transposed=True)
+
+    return [(name, slot), (f"{name}{_SCALE}", scale(slot))]
+
+
+def _quantization(config: ModelConfig, table: dict[str, Slot], eight: dict[str, str]) -> dict:
+    """config.json's field for compressed-tensors. Software that multiplies in 8 bits, as vLLM, rounds
+    activations too, with a scale for each token."""
+    kind = "int" if "int8" in eight.values() else "float"
+    common = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": "channel", "dynamic": False},
+        "input_activations": common | {"strategy": "token", "dynamic": True},
+    }
+    wide = [name for name, slot in table.items() if len(slot.shape) == 2 and name not in eight]
+    head = names_of(config).top["lm_head",]  # a tied model's too, which has no tensor
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted({head, *(name.removesuffix(".weight") for name in wide)}),
+    }
+
+
+def _holder(params: PyTree, slot: Slot) -> PyTree:
+    return functools.reduce(operator.getitem, slot.path[:-1], params)
+
+
 def tensor(params: PyTree, name: str, slot: Slot, dtype: np.dtype) -> np.ndarray:
     def gathered(slot: Slot) -> np.ndarray:
-        leaf = params
-        for key in slot.path:
-            leaf = leaf[key]
-        part = slot.part(leaf)
+        holder = _holder(params, slot)
+        part = slot.part(holder[slot.path[-1]])
+        if slot.path[-1] == "kernel" and "scale" in holder and dtype.itemsize > 1:
+            part = kernel_of({"kernel": part, "scale": slot.part(holder["scale"])})
         if jax.process_count() > 1:
             part = multihost_utils.process_allgather(part, tiled=True)
         return as_dtype(np.asarray(jax.device_get(part)), dtype, name)
 
-    return np.ascontiguousarray(slot.written([gathered(part) for part in slot.parts]))
+    made = slot.written([gathered(part) for part in slot.parts])
+    return np.ascontiguousarray(made).reshape(slot.shape)
 
 
 @contextlib.contextmanager

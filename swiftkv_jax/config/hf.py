@@ -11,6 +11,7 @@ from pathlib import Path
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.common.folder import read_json
+from swiftkv_jax.config import quantization
 from swiftkv_jax.config.experts import experts_from_hf, experts_written
 from swiftkv_jax.config.families import FAMILIES, OF_SIZES, WRAPPERS, Family
 from swiftkv_jax.config.gguf import config_of
@@ -65,7 +66,6 @@ _NEUTRAL: dict[str, tuple] = {
         (None, False, [], {}),  # 0 is False
     ),
 }
-_QUANTISED = ("quantization_config", "compression_config")
 # Fields that do not touch the numbers of a forward pass: how to train, how to generate, names, bookkeeping.
 _INERT = frozenset(
     "architectures use_cache pretraining_tp id2label label2id num_labels problem_type return_dict "
@@ -92,7 +92,7 @@ _FULL, _SLIDING = _KINDS = ("full_attention", "sliding_attention")
 # Families that may omit num_key_value_heads, which then equals the number of query heads.
 _MULTI_HEAD = ("llama", "phi3", "olmo", "olmo2", "olmo3", "granite", "gpt2", "opt", "t5", "whisper")
 # What a wrapper's own level of config.json says of its text too.
-_OF_WRAPPERS = ("tie_word_embeddings", "torch_dtype", "dtype", "slim_attention", "quantization_config")
+_OF_WRAPPERS = ("tie_word_embeddings", "torch_dtype", "dtype", "slim_attention", *quantization.FIELDS)
 
 
 def read_config_json(source: Mapping | str | Path) -> Mapping:
@@ -171,12 +171,7 @@ def check_fields(raw: Mapping) -> None:
     must be neutral. Those that are null, false or empty, or whose name shows that they do not matter, are
     ignored. The rest are ignored with a warning that names them.
     """
-    for name in _QUANTISED:
-        if raw.get(name):
-            raise UsageError(
-                f"config.json: {name} is {_shown(raw[name])}: quantised weights are not read; "
-                "take the checkpoint that they were made from"
-            )
+    quantization.block_of(raw)
     family = FAMILIES[base_family(raw)]
     read = {*family.reads, *(name for name, _ in family.numbers.values())}
     for name, allowed in (_NEUTRAL | family.neutral).items():
@@ -212,7 +207,16 @@ def _doubts(raw: Mapping) -> list[str]:
 def _may_matter(family: Family, name: str, value) -> bool:
     """Whether an unknown field could change the numbers."""
     numbers = [field for field, _ in family.numbers.values()]
-    known = (_READ, _NEUTRAL, _INERT, _QUANTISED, family.inert, family.neutral, family.reads, numbers)
+    known = (
+        _READ,
+        _NEUTRAL,
+        _INERT,
+        quantization.FIELDS,
+        family.inert,
+        family.neutral,
+        family.reads,
+        numbers,
+    )
     off = value is None or value is False or value in ("", [], {})
     return not any(name in names for names in known) and not off and not _INERT_NAMES.fullmatch(name)
 

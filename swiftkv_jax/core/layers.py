@@ -20,18 +20,30 @@ from swiftkv_jax.kernels.common.dispatch import device
 from swiftkv_jax.kernels.common.mask import weights_of
 from swiftkv_jax.kernels.expert_mlp.api import expert_mlp
 
+_BY_TOKEN = "by_token"  # name of an empty array beside an 8-bit kernel: see `by_token`
+
 
 def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
     """x @ kernel (+ bias), in x's dtype. Only this function and `kernel_of` touch kernels.
 
     Master weights in float32 are rounded here, where they are used. An 8-bit kernel has a `scale`, a float32
-    factor for each output column.
+    factor for each output column; x is rounded to 8 bits too, with a scale for each token, if `by_token` was
+    applied to the parameters.
     """
-    if "scale" in p:
-        y = jnp.matmul(x, p["kernel"].astype(x.dtype), preferred_element_type=jnp.float32)
+    kernel = p["kernel"]
+    if _BY_TOKEN in p:
+        wide, integers = x.astype(jnp.float32), kernel.dtype == jnp.int8
+        most = 127.0 if integers else float(jnp.finfo(kernel.dtype).max)
+        peak = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+        scale = jnp.where(peak > 0, peak / most, 1.0)
+        q = (jnp.round(wide / scale) if integers else wide / scale).astype(kernel.dtype)
+        y = jnp.matmul(q, kernel, preferred_element_type=jnp.int32 if integers else jnp.float32)
+        y = (y.astype(jnp.float32) * scale * p["scale"]).astype(x.dtype)
+    elif "scale" in p:
+        y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
         y = (y * p["scale"]).astype(x.dtype)
     else:
-        y = jnp.matmul(x, p["kernel"].astype(x.dtype))
+        y = jnp.matmul(x, kernel.astype(x.dtype))
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
@@ -55,6 +67,32 @@ def kernel_of(p: PyTree, dtype=None) -> Array:
     if "scale" in p:
         kernel = kernel.astype(jnp.float32) * p["scale"][..., None, :]
     return kernel if dtype is None else kernel.astype(dtype)
+
+
+def is_linear(part: PyTree) -> bool:
+    """Whether a part of a tree is one projection's: its kernel, with its bias or scale if it has them."""
+    return isinstance(part, dict) and "kernel" in part
+
+
+def dequantised(tree: PyTree, dtype) -> PyTree:
+    """The same parameters with their 8-bit kernels in `dtype`, without scales."""
+
+    def one(p: PyTree) -> PyTree:
+        if not is_linear(p) or "scale" not in p:
+            return p
+        return {name: p[name] for name in p.keys() - {"scale", _BY_TOKEN}} | {"kernel": kernel_of(p, dtype)}
+
+    return jax.tree.map(one, tree, is_leaf=is_linear)
+
+
+def by_token(tree: PyTree) -> PyTree:
+    """The same parameters, whose 8-bit kernels `linear` multiplies with activations in 8 bits: faster where a
+    chip has such products (int8 on TPUs, e4m3 on Hopper), and less exact."""
+
+    def one(p: PyTree) -> PyTree:
+        return p | {_BY_TOKEN: p["scale"][..., :0]} if is_linear(p) and "scale" in p else p
+
+    return jax.tree.map(one, tree, is_leaf=is_linear)
 
 
 def rms_norm(x: Float[Array, "*batch w"], gain: Float[Array, " w"], eps: float) -> Float[Array, "*batch w"]:

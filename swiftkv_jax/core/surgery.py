@@ -1,7 +1,9 @@
 """Rewiring of a teacher's weights for another plan: the arrays that a student starts from."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,8 @@ from jax.sharding import Mesh
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan, ascending
-from swiftkv_jax.core import weights
-from swiftkv_jax.core.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
+from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core.layers import dequantised, effective_gain, norm_weights, shared_norm_weights
 from swiftkv_jax.core.matrices import hadamard
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import FORMS, PLAIN
@@ -94,12 +96,12 @@ def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, numbers: range, i
         return weights.recut(params["rows"], [range(groups[0][0], groups[-1][0] + 1)])[0]
 
     def one(group: Sequence[int], fold: bool) -> PyTree:
-        alone = [weights.row(params, row) for row in group]
+        rows = [dequantised(weights.row(params, row), params["embed"].dtype) for row in group]
         if fold:
             makers = [full.rows[row].maker for row in group]
-            alone = [_folded(config, params, *each) for each in zip(alone, makers, strict=True)]
+            rows = [_folded(config, params, *each) for each in zip(rows, makers, strict=True)]
         return jax.tree.map(
-            lambda *leaves: jnp.stack(leaves).astype(jnp.float32).mean(0).astype(leaves[0].dtype), *alone
+            lambda *leaves: jnp.stack(leaves).astype(jnp.float32).mean(0).astype(leaves[0].dtype), *rows
         )
 
     made = [one(group, fold) for group, fold in zip(groups, folded, strict=True)]
@@ -161,6 +163,7 @@ def to_slim(
     slim = Transformer(model.config, plan, model.dtype)
     layers, ranges = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
     made_at = [(row.space, row.maker) for row in model.plan.rows]
+    wide = partial(dequantised, dtype=params["embed"].dtype)
     was = [made_at.index((row.space, row.maker)) for row in plan.rows]
     given = [(solved or {}).get(row) for row in was]
     makers = []
@@ -168,6 +171,7 @@ def to_slim(
         plain = _rows(params["rows"], [was[row] for row in made])
         names = [plan.name(row) for row in made]
         form = FORMS[plan.rows[made.start].form]
+        plain = plain if form is PLAIN else wide(plain)
         makers.append(form.convert(model.config, plain, given[made.start : made.stop], names))
     stacks = []  # of layers, with the projections that their attentions take over from their rows
     for numbers, stack in zip(layers, weights.recut(params["layers"], layers), strict=True):
@@ -176,7 +180,7 @@ def to_slim(
             form = FORMS[plan.rows[row].form]
             if form.moved:
                 taken = [weights.row(params, model.plan.read_by(layer)[i]) for layer in numbers]
-                taken = jax.tree.map(lambda *leaves: jnp.stack(leaves), *taken)
+                taken = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(wide, taken))
                 attentions[i] = attentions[i] | form.convert_reader(model.config, taken)
         stacks.append(stack | {"attentions": attentions})
     return slim, params | {"layers": stacks, "rows": makers}
@@ -204,7 +208,7 @@ def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, Py
         attentions = list(stack["attentions"])
         for i, row in enumerate(plan.read_by(layer)):
             if plan.rows[row].form != served.rows[row].form:
-                moved = {name: _transformed(attentions[i][name], model.dtype) for name in FORMS["x"].moved}
+                moved = {name: _transformed(attentions[i][name]) for name in FORMS["x"].moved}
                 attentions[i] = attentions[i] | moved
         return stack | {"attentions": attentions}
 
@@ -213,17 +217,14 @@ def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, Py
     return Transformer(model.config, served, model.dtype), params | {"layers": layers}
 
 
-def _transformed(p: PyTree, dtype: str) -> PyTree:
-    """A projection by head, [L, N, E, H], for inputs after `rows.hadamard`. A scale is multiplied in, and the
-    kernel is then in `dtype`."""
+def _transformed(p: PyTree) -> PyTree:
+    """A projection by head, [L, N, E, H], for inputs after `rows.hadamard`."""
 
     def transformed(kernel: Array) -> Array:
         by_row = jnp.swapaxes(kernel.astype(jnp.float32), -1, -2)
-        rows = jnp.swapaxes(hadamard(by_row, inverse=True), -1, -2)
-        return rows.astype(jnp.dtype(dtype) if "scale" in p else p["kernel"].dtype)
+        return jnp.swapaxes(hadamard(by_row, inverse=True), -1, -2).astype(kernel.dtype)
 
-    kernel = jax.jit(transformed, out_shardings=p["kernel"].sharding)(kernel_of(p))
-    return {name: leaf for name, leaf in p.items() if name != "scale"} | {"kernel": kernel}
+    return p | {"kernel": jax.jit(transformed, out_shardings=p["kernel"].sharding)(p["kernel"])}
 
 
 def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
@@ -291,8 +292,7 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
     if wide == model:
         return model, params
 
-    cuts = weights.cuts_of(params)
-    axes = jax.tree.map(lambda weight: weight.axes, weights.weights(config, model.plan, cuts)["rows"])
+    axes = jax.tree.map(lambda weight: weight.axes, weights.described(config, model.plan, params)["rows"])
 
     def repeated(letters: str, leaf: Array) -> Array:
         if not letters.endswith("E"):
@@ -300,8 +300,8 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
         by_head = leaf.reshape(*leaf.shape[:-1], kv_heads, config.head_dim)
         return jnp.repeat(by_head, parts // kv_heads, axis=-2).reshape(*leaf.shape[:-1], -1)
 
-    placed = weights.abstract(wide.config, model.plan, model.dtype, mesh, cuts)["rows"]
-    where = jax.tree.map(lambda leaf: leaf.sharding, placed)
+    placed = weights.described(wide.config, model.plan, params)["rows"]
+    where = jax.tree.map(lambda weight: sharding.named(mesh, weight.axes, weight.shape), placed)
     rows = jax.jit(lambda rows: jax.tree.map(repeated, axes, rows), out_shardings=where)(params["rows"])
     return wide, params | {"rows": rows}
 
@@ -312,16 +312,21 @@ def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:
     due = [i for i, row in enumerate(model.plan.rows) if row.shared_norm]
     if not due or "shared_norm" not in params:
         return params
-    ranges = [r for r in weights.ranges(params["rows"]) if r.start not in due]
-    stacks = weights.recut(params["rows"], [*ranges, range(due[0], due[-1] + 1)])
-    folded = {n: p for n, p in stacks[-1].items()}
+    ranges = weights.ranges(params["rows"])
     gain = effective_gain(model.config, params["shared_norm"])
-    for name in FORMS[model.plan.rows[due[0]].form].projections:
-        kernel = fold_gain(gain, kernel_of(folded[name])).astype(model.dtype)
-        unscaled = {part: leaf for part, leaf in folded[name].items() if part != "scale"}
-        folded[name] = unscaled | {"kernel": kernel}
+
+    def folded(p: PyTree) -> PyTree:
+        unscaled = dequantised(p, jnp.float32)
+        return unscaled | {"kernel": fold_gain(gain, unscaled["kernel"]).astype(model.dtype)}
+
+    names = FORMS[model.plan.rows[due[0]].form].projections
+    rows = [
+        stack | {name: folded(stack[name]) for name in names} if held.start in due else stack
+        for held, stack in zip(ranges, params["rows"], strict=True)
+    ]
     rest = {name: leaf for name, leaf in params.items() if name != "shared_norm"}
-    return rest | {"rows": [*stacks[:-1], folded]}
+    together = [*(held for held in ranges if held.start not in due), range(due[0], due[-1] + 1)]
+    return rest | {"rows": weights.recut(rows, together)}
 
 
 def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tuple[Transformer, PyTree]:
@@ -344,7 +349,9 @@ def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tup
     auxiliary = pruned(model, keep)
     plan, shape = model.plan, auxiliary.config
     rows = list(dict.fromkeys(row for layer in keep for row in plan.own.read_by(layer)))
-    cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
+    starts, changes = weights.cuts_of(params), weights.changes(plan, params)
+    cuts = {i for i, layer in enumerate(keep) if layer in starts}
+    cuts |= {i for i, (a, b) in enumerate(itertools.pairwise(keep), 1) if {*range(a + 1, b + 1)} & changes}
     layers, made = weights.partition(auxiliary.plan, shape.kinds, cuts)
     out = {name: params[name] for name in weights.ENDS if name in params}
     if auxiliary.plan.has_shared_norm:

@@ -10,9 +10,10 @@ shorter ones. Serving cuts at every layer: then each layer's arrays are its own,
 stack. `layer` and `row` are the views that code uses, whatever the stacks.
 """
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from swiftkv_jax.kernels.fused_kv_fill.api import Makers
 ENDS = ("embed", "positions", "norm", "norm_bias", "lm_head")
 # Layers before which stacks are cut, in addition to the necessary cuts; None: before every layer.
 Cuts = Iterable[int] | None
+Keys = tuple[str | int, ...]  # from the root of a tree to one of its parts
 
 
 def partition(
@@ -162,14 +164,86 @@ def init(config: ModelConfig, plan: KVPlan, key: Array, dtype=jnp.float32, cuts:
     return jax.tree.unflatten(tree, [w.init(k, dtype) for w, k in zip(leaves, keys, strict=True)])
 
 
-def abstract(config: ModelConfig, plan: KVPlan, dtype, mesh: Mesh | None = None, cuts: Cuts = ()) -> PyTree:
-    """Shapes, dtypes and (with a mesh) shardings of the parameters, without their values."""
+def in_8_bits(tree: PyTree, dtype: Callable[[Keys, Weight], str | None]) -> PyTree:
+    """A tree of `Weight`s with 8-bit kernels, and their scales beside them, where `dtype` of (the path of a
+    kernel's part, the kernel) is not None."""
+
+    def one(part: PyTree, path: Keys) -> PyTree:
+        if isinstance(part, list):
+            return [one(each, (*path, i)) for i, each in enumerate(part)]
+        if not isinstance(part, dict):
+            return part
+        if (kernel := part.get("kernel")) is None:
+            return {name: one(each, (*path, name)) for name, each in part.items()}
+        if (name := dtype(path, kernel)) is None:
+            return part
+        *letters, _, outputs = kernel.axes.split()
+        kernel = dataclasses.replace(kernel, dtype=name, scale_axes=" ".join([*letters, outputs]))
+        return part | {"kernel": kernel, "scale": kernel.scale}
+
+    return one(tree, ())
+
+
+def all_in_8_bits(tree: PyTree, dtype: str | None) -> PyTree:
+    """A tree of `Weight`s with the kernels [in, out], in stacks or not, in this 8-bit dtype; None: as it is.
+    Those by head, which Slim attention reads rows with, are not changed."""
+    return in_8_bits(
+        tree, lambda _, kernel: dtype if len(kernel.axes.removeprefix("L ").split()) == 2 else None
+    )
+
+
+def like(tree: PyTree, params: PyTree) -> PyTree:
+    """A tree of `Weight`s with 8-bit kernels where the same tree of arrays has them."""
+    held = {keys(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+
+    def dtype(path: Keys, _: Weight) -> str | None:
+        return held[*path, "kernel"].dtype.name if (*path, "scale") in held else None
+
+    return in_8_bits(tree, dtype)
+
+
+def changes(plan: KVPlan, params: PyTree) -> set[int]:
+    """The layers before which stacks must be cut, because other kernels are in 8 bits than before, in a layer
+    or in the row that it makes; params: arrays or `Weight`s."""
+
+    def dtypes(stack: PyTree) -> dict:
+        pairs = jax.tree_util.tree_flatten_with_path(stack)[0]
+        return {path: str(leaf.dtype) for path, leaf in pairs if path[-1].key in ("kernel", "scale")}
+
+    def starts(stacks: Sequence[PyTree]) -> list[int]:
+        pairs = itertools.pairwise(map(dtypes, stacks))
+        return [held.start for held, (a, b) in zip(ranges(stacks)[1:], pairs, strict=True) if a != b]
+
+    return {*starts(params["layers"]), *(plan.rows[row].maker for row in starts(params["rows"]))}
+
+
+def described(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
+    """The tree of `Weight`s that mirrors a model's parameters, with the cuts and 8-bit kernels they have."""
+    return like(weights(config, plan, cuts_of(params)), params)
+
+
+def abstract(
+    config: ModelConfig,
+    plan: KVPlan,
+    dtype,
+    mesh: Mesh | None = None,
+    cuts: Cuts = (),
+    eight_bit: str | None = None,
+) -> PyTree:
+    """Shapes, dtypes and (with a mesh) shardings of the parameters, without their values; eight_bit: as in
+    `all_in_8_bits`."""
 
     def one(w: Weight) -> jax.ShapeDtypeStruct:
         place = sharding.named(mesh, w.axes, w.shape) if mesh is not None else None
         return jax.ShapeDtypeStruct(w.shape, jnp.dtype(w.dtype or dtype), sharding=place)
 
-    return jax.tree.map(one, weights(config, plan, cuts))
+    return jax.tree.map(one, all_in_8_bits(weights(config, plan, cuts), eight_bit))
+
+
+def size(tree: PyTree, dtype) -> int:
+    """Bytes of the parameters that a tree of `Weight`s describes."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(w.shape) * jnp.dtype(w.dtype or dtype).itemsize for w in leaves)
 
 
 def count(tree: PyTree) -> int:
@@ -212,7 +286,7 @@ def cuts_of(params: PyTree) -> list[int]:
     return [held.start for held in ranges(params.get("layers", []))]
 
 
-def keys(path) -> tuple[str | int, ...]:
+def keys(path) -> Keys:
     """A JAX key path as plain keys and indices."""
     return tuple(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key for key in path)
 

@@ -19,9 +19,15 @@ from swiftkv_jax.core.sharding import make_mesh
 MESHES = [(1, 8, 1), (2, 2, 2), (1, 1, 8), (8, 1, 1)]
 
 
+def check_places(got, abstract) -> None:
+    places = [jax.tree.map(lambda x: x.sharding, tree) for tree in (got, abstract)]
+    assert places[0] == places[1], "an array lies where sharding.py does not say"
+
+
 def main(folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     model, want = hf.from_pretrained(folder)
+    _, eight = hf.from_pretrained(folder, quantization="int8")
     read, sizes = hf._read, []
 
     def measured(*arguments, **named):
@@ -37,12 +43,10 @@ def main(folder: str) -> None:
         _, got = hf.from_pretrained(folder, mesh=mesh)
         largest[str(axes)] = max(sizes)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
-        places = jax.tree.map(
-            lambda x: x.sharding, weights.abstract(model.config, model.plan, np.float32, mesh)
-        )
-        assert jax.tree.map(lambda x: x.sharding, got) == places, (
-            "an array lies where sharding.py does not say"
-        )
+        check_places(got, weights.abstract(model.config, model.plan, np.float32, mesh))
+        _, got = hf.from_pretrained(folder, mesh=mesh, quantization="int8")  # scales lie with their outputs
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, eight)
+        check_places(got, weights.abstract(model.config, model.plan, np.float32, mesh, eight_bit="int8"))
     print(json.dumps(largest))
 
 
