@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from swiftkv_jax.analysis import flops, hlo
 from swiftkv_jax.common.errors import UsageError, first_line, suggest
+from swiftkv_jax.config.quantization import DTYPES
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
@@ -99,7 +100,7 @@ def compile_step(experiment: Experiment, devices):
     """(compiled train step, its HLO text, recipe, mesh) on a mesh over `devices`; no array is made."""
     recipe = start.make_recipe(experiment, start.abstract_student(experiment), experiment.steps or 1000)
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)
-    state, frozen = steps.abstract_run(recipe, mesh)
+    state, frozen = steps.abstract_run(recipe, mesh, eight_bit=DTYPES.get(experiment.quantization or ""))
     shape = (experiment.data.batch_size, experiment.data.seq_len)
     place = NamedSharding(mesh, sharding.spec("B .", shape, mesh))
     dtypes = {f.name: jnp.float32 if f.name == "mask" else jnp.int32 for f in dataclasses.fields(Batch)}

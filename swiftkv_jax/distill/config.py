@@ -24,6 +24,7 @@ from swiftkv_jax.common.errors import UsageError, suggest
 from swiftkv_jax.common.folder import CONFIGS, PACKAGE
 from swiftkv_jax.config.model import DTYPES, ModelConfig
 from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.config.quantization import CHOICES
 from swiftkv_jax.core.surgery import INITS
 from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.trackers import TRACKERS
@@ -232,6 +233,8 @@ class Experiment(Checked):
         rows), "upper" (all weights of the upper layers: the paper's ablation), "all" (plain language-model
         training), "predictor" (KV prediction: the auxiliary and the predictor of `predict`; it takes
         loss=PredictionLossConfig(...)).
+      quantization: of frozen weights: None (as `model` stores them), "int8", "fp8" or "dequantize", see
+        `from_pretrained`. KV prediction, and trainable="all", read all weights in `dtype`.
       dtype: dtype of the computation: float32, bfloat16 or float16; trained weights are kept in float32.
       steps: number of optimiser steps; 0: `epochs` passes over the data.
       epochs: passes over the data, if `steps` is 0.
@@ -265,6 +268,7 @@ class Experiment(Checked):
     mesh: MeshConfig = MeshConfig()
     attention: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
     trainable: Annotated[str, one_of("swiftkv", "upper", "all", "predictor")] = "swiftkv"
+    quantization: Annotated[str | None, one_of(*CHOICES[1:])] = None
     dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
     steps: Natural = 0
     epochs: Count = 1

@@ -21,7 +21,7 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.ends import embed
-from swiftkv_jax.core.layers import before, shared_norm_weights, unit_norm
+from swiftkv_jax.core.layers import before, kernel_of, shared_norm_weights, unit_norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import PLAIN
 from swiftkv_jax.core.scan import angles_and_segments, through
@@ -267,7 +267,7 @@ def fit(
             one = one_layer(teacher, own_params, layer)
             streams = [onward(*one, x, batch) for x, batch in zip(streams, kept, strict=True)]
             continue
-        o = weights.layer(own_params, layer)["attentions"][0]["o_proj"]["kernel"]
+        o = kernel_of(weights.layer(own_params, layer)["attentions"][0]["o_proj"])
         cost = np.asarray(output_weights(config.at(layer), o), np.float64)
         problems.setdefault(row, []).append((halves(passed(layer)), cost))
         if layer == plan.readers(row)[-1]:

@@ -140,7 +140,7 @@ class Run:
             student, trained, frozen = start.prepare(experiment, loaded)
             self.folder, self.recipe = folder, start.make_recipe(experiment, student, total)
             self.recipe = dataclasses.replace(self.recipe, attention=attention)
-            self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
+            self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh, (trained, frozen))
             places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
             self.frozen = jax.device_put(frozen, places[1])
             self.state = jax.jit(partial(steps.init_state, self.recipe), out_shardings=places[0])(trained)

@@ -45,8 +45,8 @@ def split(tree: PyTree) -> tuple[PyTree, Frozen]:
     return tree | {"base": nothing["base"]}, Frozen(nothing | {"base": tree["base"]}, None)
 
 
-def weight_trees(model: Predicted, trainable: str) -> tuple[PyTree, Frozen]:
-    """(trained, frozen) as trees of `Weight`s."""
+def weight_trees(model: Predicted, trainable: str, made=None) -> tuple[PyTree, Frozen]:
+    """(trained, frozen) as trees of `Weight`s; none is in 8 bits, whatever is `made`."""
     return split(predict.described(model))
 
 

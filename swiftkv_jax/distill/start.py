@@ -35,7 +35,7 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
     elif predict is not None:
         place = local_folder(predict.auxiliary)
         check_tokenizers(tokenizer.folder, place)
-        loaded.append(from_pretrained(place, dtype=experiment.dtype, mesh=mesh))
+        loaded.append(from_pretrained(place, experiment.dtype, mesh, quantization="dequantize"))
     for name, (model, _) in zip(("model", "auxiliary"), loaded, strict=False):
         check_vocabulary(tokenizer, model.config, name)
         most = model.config.max_position_embeddings
@@ -66,7 +66,8 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
         surgery.check_experts(config, mesh.shape["tensor"])
         plan = experiment.plan.build(config)
         cuts = (plan.depth,) if plan.has_shared_norm else ()
-        model, params = from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
+        how = experiment.quantization if experiment.trainable in ("swiftkv", "upper") else "dequantize"
+        model, params = from_pretrained(folder, experiment.dtype, mesh, cuts, quantization=how)
         return surgery.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)
     config = experiment.architecture
     assert config is not None  # an Experiment without a model has an architecture

@@ -15,7 +15,7 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.ends import embed, exit_logits, head
-from swiftkv_jax.core.layers import norm
+from swiftkv_jax.core.layers import dequantised, is_linear, norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.scan import angles_and_segments, forward, through
@@ -56,7 +56,7 @@ class Method(NamedTuple):
     """The functions that differ between the ways to train; hashable.
 
     Attributes:
-      trees: (student, trainable) -> (trained, frozen) as trees of `Weight`s.
+      trees: (student, trainable, made) -> (trained, frozen) as trees of `Weight`s; see `weight_trees`.
       loss: (recipe, trained, frozen, batch, totals) -> (loss, its parts); see `batch_loss`.
       evaluate: (recipe, frozen, trained, batch) -> sums of each row; see `evaluate_batch`.
       fit: (recipe, trained, frozen, batches) -> what trains, with its new rows solved by least squares.
@@ -126,25 +126,39 @@ def split_trainable(model: Transformer, params: PyTree, trainable: str) -> tuple
 
 
 def merge(first: PyTree, second: PyTree) -> PyTree:
-    """Merge two trees of the same structure: each leaf comes, uncopied, from the tree that has it."""
+    """Merge two trees of the same parts: each, a projection or another leaf, comes, uncopied, from the tree
+    that has it."""
     if second is None:
         return first
-    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(
+        lambda a, b: a if jax.tree.leaves(a) else b,
+        first,
+        second,
+        is_leaf=lambda part: part is None or is_linear(part),
+    )
 
 
 def prepare(
     teacher: Transformer, params: PyTree, plan: KVPlan, init: str, trainable: str, exit_head: bool = False
 ) -> tuple[Transformer, PyTree, Frozen]:
     """(student, trained in fp32, frozen). Every array that the student does not train is the teacher's own,
-    if the teacher's stacks are cut at the plan's depth."""
+    if the teacher's stacks are cut at the plan's depth; so 8-bit weights stay so, unless they train."""
     if trainable == "all":
         return teacher, masters(params), Frozen(None, None)
     check_teacher(teacher)
-    stacks, _ = weights.partition(plan, teacher.config.kinds, (plan.depth,))
+    stacks, _ = weights.partition(
+        plan, teacher.config.kinds, {plan.depth, *weights.changes(teacher.plan, params)}
+    )
     starts = [run.start for run in stacks]  # the teacher's are cut where the student's are
     layers, rows = weights.partition(plan.full, teacher.config.kinds, starts)
     cut = {"layers": weights.recut(params["layers"], layers), "rows": weights.recut(params["rows"], rows)}
     student, student_params = to_swiftkv(teacher, params | cut, plan, init, exit_head)
+    student_params = jax.tree.map(
+        lambda p, yes: dequantised(p, jnp.float32) if is_linear(p) and yes["kernel"] else p,
+        student_params,
+        is_trained(student, student_params, trainable),
+        is_leaf=is_linear,
+    )
     trained, frozen = split_trainable(student, student_params, trainable)
     return student, masters(trained), Frozen(frozen, _own(student, cut, trainable))
 
@@ -181,27 +195,47 @@ def fit(recipe: Recipe, trained: PyTree, frozen: Frozen, batches: Iterable[Batch
     return split_trainable(student, fitted, recipe.trainable)[0]
 
 
-def weight_trees(student: Transformer, trainable: str) -> tuple[PyTree, Frozen]:
-    """(trained, frozen) as trees of `Weight`s, in the shape that `prepare` gives."""
+def weight_trees(
+    student: Transformer, trainable: str, made: tuple[PyTree, Frozen] | None = None
+) -> tuple[PyTree, Frozen]:
+    """(trained, frozen) as trees of `Weight`s, in the shape that `prepare` gives, or of what it gave, `made`,
+    with its cuts and 8-bit kernels."""
     config, plan = student.config, student.plan
     if trainable == "all":
         return weights.weights(config, plan), Frozen(None, None)
-    tree = weights.weights(config, plan, (plan.depth,))
+    arrays = None if made is None else merge(made[0], made[1].student)
+    if arrays is None:
+        tree = weights.weights(config, plan, (plan.depth,))
+    else:
+        tree = weights.described(config, plan, arrays)
     trained, frozen = split_trainable(student, tree, trainable)
     standard, plain = plan.full, dataclasses.replace(config, exit_head=False)
     teachers = weights.weights(plain, standard, weights.cuts_of(tree))
-    return trained, Frozen(frozen, _own(student, teachers, trainable))
+    if made is None or arrays is None:
+        return trained, Frozen(frozen, _own(student, teachers, trainable))
+    layers = merge(made[1].teacher["layers"], arrays["layers"])
+    own = _own(student, teachers | {"layers": weights.like(teachers["layers"], layers)}, trainable)
+    return trained, Frozen(frozen, own | {"rows": weights.like(own["rows"], made[1].teacher["rows"])})
 
 
-def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, Frozen]:
-    """(state, frozen) as shapes, dtypes and shardings: the layout of a run on `mesh`."""
+def abstract_run(
+    recipe: Recipe, mesh: Mesh, made: tuple[PyTree, Frozen] | None = None, eight_bit: str | None = None
+) -> tuple[TrainState, Frozen]:
+    """(state, frozen) as shapes, dtypes and shardings: the layout of a run on `mesh`.
+
+    made: what trains and what does not, as `prepare` gave them; the result has their cuts and 8-bit kernels.
+    eight_bit: without them, the dtype of frozen kernels, if that is another than the model's.
+    """
 
     def place(dtype):
-        return lambda w: jax.ShapeDtypeStruct(w.shape, dtype, sharding=sharding.named(mesh, w.axes, w.shape))
+        return lambda w: jax.ShapeDtypeStruct(
+            w.shape, jnp.dtype(w.dtype or dtype), sharding=sharding.named(mesh, w.axes, w.shape)
+        )
 
-    trees = recipe.method.trees(recipe.student, recipe.trainable)
-    trained = jax.tree.map(place(jnp.float32), trees[0])
-    frozen = jax.tree.map(place(jnp.dtype(recipe.student.dtype)), trees[1])
+    trained, kept = recipe.method.trees(recipe.student, recipe.trainable, made)
+    kept = Frozen(*(weights.all_in_8_bits(tree, eight_bit) for tree in (kept.student, kept.teacher)))
+    trained = jax.tree.map(place(jnp.float32), trained)
+    frozen = jax.tree.map(place(recipe.student.dtype), kept)
     state = jax.eval_shape(lambda tree: init_state(recipe, tree), trained)
     everywhere = NamedSharding(mesh, PartitionSpec())
 

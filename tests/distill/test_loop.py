@@ -19,7 +19,7 @@ import safetensors.numpy
 from processes_made import LOST, finish, start
 from tiny_models import sized
 
-from swiftkv_jax.checkpoint.hf import save_pretrained
+from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.cli.train import main
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
@@ -252,6 +252,23 @@ def test_the_export_is_the_student(undisturbed):
         if x.ndim == 3
     )
     assert jnp.asarray(norm).dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_frozen_weights_in_8_bits_are_exported_as_they_are(config, tmp_path):
+    """Also by a run that is resumed."""
+    changes = ("--set", "quantization=int8", "--set", "steps=4")
+    done = run(config, tmp_path / "run", *changes)
+    assert not done.returncode, done.stderr
+    again = run(config, tmp_path / "run", *changes, "--resume")
+    assert not again.returncode and "resumed from step 4" in again.stdout, again.stderr
+    _, student = from_pretrained(tmp_path / "run" / "export", cuts=None)
+    _, teacher = from_pretrained(config.parent / "teacher", cuts=None, quantization="int8")
+    for layer in range(4):
+        mine, theirs = (weights.layer(params, layer) for params in (student, teacher))
+        jax.tree.map(np.testing.assert_array_equal, mine["mlp"], theirs["mlp"])
+        assert mine["mlp"]["up_proj"]["kernel"].dtype == jnp.int8
+        assert ("scale" in mine["attentions"][0]["q_proj"]) == (layer < 2)
 
 
 @pytest.mark.slow

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from tiny_models import MOE, sized, tiny
 
+from swiftkv_jax.checkpoint.eight_bit import quantised
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.layers import dequantised, is_linear
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill import step as steps
@@ -110,6 +112,49 @@ def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable,
     (got, grads), (want, expected) = ours(trained), plain(trained)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected)
+
+
+@pytest.mark.parametrize("trainable", ["swiftkv", "upper"])
+def test_frozen_weights_in_8_bits(trainable):
+    """Layers 1 to 3 are in 8 bits, as are rows: what trains starts from q * s, what does not is the teacher's
+    own arrays, and the loss is that of the teacher with q * s."""
+    teacher, params = teacher_of()
+    held = [range(1), range(1, 4), range(4, 5)]
+
+    def eight(p):
+        pairs = [quantised(np.asarray(kernel), "int8", "") for kernel in p["kernel"]]
+        q, s = (jnp.stack(each) for each in zip(*pairs, strict=True))
+        return p | {"kernel": q, "scale": s}
+
+    def cut(stacks):
+        first, inner, last = weights.recut(stacks, held)
+        part = jax.tree.map(lambda p: eight(p) if is_linear(p) else p, inner, is_leaf=is_linear)
+        return [first, part, last]
+
+    params = params | {name: cut(params[name]) for name in ("layers", "rows")}
+    plan, batch = KVPlan.swiftkv(5, 2, 2), packed_batch()
+    wide = dequantised(params, jnp.float32)
+    student, trained, frozen = steps.prepare(teacher, params, plan, "fold", trainable)
+    assert not any(path[-1].key == "scale" for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0])
+    for tree in (frozen.student, frozen.teacher):
+        assert any(x.dtype == jnp.int8 for x in jax.tree.leaves(tree))
+    recipe = recipe_of(student, trainable)
+    _, same, plain = steps.prepare(teacher, wide, plan, "fold", trainable)
+    totals = (batch.mask.sum(), 1.0)
+    got, want = (
+        steps.batch_loss(recipe, *each, batch, totals)[0] for each in ((trained, frozen), (same, plain))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    merged = steps.merge(trained, frozen.student), steps.merge(same, plain.student)
+    for layer in range(5):
+        mine, theirs = (dequantised(weights.layer(tree, layer), jnp.float32) for tree in merged)
+        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    state, described = steps.abstract_run(recipe, mesh, (trained, frozen))
+    for shapes, arrays in ((state.trainable, trained), (described, frozen)):
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), arrays
+        )
 
 
 @pytest.mark.slow
