@@ -7,7 +7,6 @@ import re
 import tempfile
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.analysis.flops import CHIPS, Chip, cache_bytes_per_token, prompt_gflop
@@ -22,6 +21,7 @@ from swiftkv_jax.common.progress import Say, show, working
 from swiftkv_jax.config.hf import read_config_json
 from swiftkv_jax.config.model import ModelConfig, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.quantization import DTYPES
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import step as steps
@@ -55,6 +55,7 @@ def parser() -> Parser:
     )
     about = "compile the engine's programs for --topology, by default with half of the layers (--split)"
     p.flag("--compile-serving", about)
+    p.flag("--quantization NAME", "weights in 8 bits when served or frozen: int8 or fp8", choices=DTYPES)
     p.flag("--topology T", "h100:1x1x4, v5p:2x2x1, ...: chips that share the heads")
     return p
 
@@ -81,9 +82,9 @@ def _run(args: argparse.Namespace) -> None:
 
         for split, share in itertools.product(args.split or [layers // 2], args.share or [1]):
             plan = config.plan(split, share)
-            serving_programs.report(args.model, config, plan, context, args.topology)
+            serving_programs.report(args.model, config, plan, context, args.topology, args.quantization)
         return
-    show(report(args.model, config, chosen, shares, context))
+    show(report(args.model, config, chosen, shares, context, args.quantization))
     if args.text:
         measure(args.model, args.text, chosen, args.max_tokens)
 
@@ -108,18 +109,21 @@ def config_of(model: str) -> ModelConfig:
     return config
 
 
-def report(name: str, config: ModelConfig, chosen: list[int], shares, context: int) -> str:
+def report(
+    name: str, config: ModelConfig, chosen: list[int], shares, context: int, quantization: str | None = None
+) -> str:
     """Two tables: what each split and share saves, and what fits on which chip.
 
     The first has FLOPs of prompt tokens in the layers, and cache bytes per token, relative to the full
     model's.
     """
-    whole = weight_bytes(config)
-    count = whole // jnp.dtype(config.dtype).itemsize
+    count = weights.count(weights.weights(config, KVPlan.standard(config.num_layers)))
+    whole = weight_bytes(config, quantization=quantization)
+    eight = f" and {quantization}" if quantization else ""
     full, cache = prompt_gflop(config, None, context), cache_bytes_per_token(config)
     lines = [
         f"{name}: {config.num_layers} layers, {size(count)} parameters, {whole / 2**30:,.2f} GiB in "
-        f"{config.dtype}",
+        f"{config.dtype}{eight}",
         "",
         f"A prompt of {context:,} tokens takes {full:,.3g} GFLOP per token in the layers, and {cache:,}",
         "bytes per token of bfloat16 cache. What remains of both, by split:",
@@ -134,16 +138,18 @@ def report(name: str, config: ModelConfig, chosen: list[int], shares, context: i
             kept = cache_bytes_per_token(config, plan) / cache
             cells += f"{flops:{len(str(share)) + 16}.1%}{kept:7.0%}"
         lines.append(f"{split:5}{cells}")
-    return "\n".join([*lines, "", fits(config, chosen, shares, context)])
+    return "\n".join([*lines, "", fits(config, chosen, shares, context, quantization)])
 
 
-def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
+def fits(
+    config: ModelConfig, chosen: list[int], shares, context: int, quantization: str | None = None
+) -> str:
     """For each chip: how many sequences of `context` tokens fit beside the weights, or how many chips the
     weights need; and how many chips the arrays of a distillation need."""
     split = min(chosen, key=lambda split: abs(2 * split - config.num_layers))
     plans = {"full model": config.plan()}
     plans |= {f"share {share}": config.plan(split, share) for share in shares}
-    training = training_bytes(config, split)
+    training = training_bytes(config, split, quantization)
     student = Transformer(config, config.plan(split), config.dtype)
     recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1, "swiftkv", False)
     work = TOKENS * steps.flops_per_token(recipe, context)
@@ -162,7 +168,7 @@ def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
     for name, chip in CHIPS.items():
         cells = ""
         for plan in plans.values():
-            taken = weight_bytes(config, plan)
+            taken = weight_bytes(config, plan, quantization)
             left = chip.memory * MEMORY_FRACTION - taken
             count = int(left // (cache_bytes_per_token(config, plan) * context))
             cells += f"{f'{count:,}' if left > 0 else f'{chips_for(taken, chip)} chips':>12}"
@@ -176,18 +182,23 @@ def chips_for(taken: int, chip: Chip) -> int:
     return math.ceil(taken / (chip.memory * MEMORY_FRACTION))
 
 
-def weight_bytes(config: ModelConfig, plan: KVPlan | None = None) -> int:
-    """Bytes of a model's weights in its checkpoint's dtype, as serving keeps them."""
-    plan = plan or config.plan()
-    return weights.count(weights.weights(config, plan)) * jnp.dtype(config.dtype).itemsize
+def weight_bytes(config: ModelConfig, plan: KVPlan | None = None, quantization: str | None = None) -> int:
+    """Bytes of a model's weights in its checkpoint's dtype, as serving keeps them, or with projections in 8
+    bits."""
+    tree = weights.weights(config, plan or config.plan())
+    return weights.size(weights.all_in_8_bits(tree, DTYPES.get(quantization or "")), config.dtype)
 
 
-def training_bytes(config: ModelConfig, split: int) -> int:
-    """Bytes that a distillation keeps: frozen weights in bfloat16, shared by student and teacher; for trained
-    weights a float32 master copy, its gradient and Adam's two means."""
+def training_bytes(config: ModelConfig, split: int, quantization: str | None = None) -> int:
+    """Bytes that a distillation keeps: frozen weights in bfloat16 or 8 bits, shared by student and teacher;
+    for trained weights a float32 master copy, its gradient and Adam's two means."""
     student = Transformer(config, config.plan(split), "bfloat16")
     trained, frozen = steps.weight_trees(student, "swiftkv")
-    return 16 * weights.count(trained) + 2 * weights.count((frozen.student, frozen.teacher))
+    kept = [
+        weights.all_in_8_bits(tree, DTYPES.get(quantization or ""))
+        for tree in (frozen.student, frozen.teacher)
+    ]
+    return 16 * weights.count(trained) + weights.size(kept, "bfloat16")
 
 
 def size(count: int) -> str:

@@ -16,6 +16,7 @@ from swiftkv_jax.common.progress import Say, show, working
 from swiftkv_jax.config.families import FAMILIES
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.quantization import DTYPES
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.sharding import make_mesh
@@ -30,7 +31,15 @@ KERNELS = {"tpu": "attention=pallas_tpu,write=pallas_tpu", "gpu": "attention=pal
 _ROW = "{:<24}{:>12}{:>10}{:>9}  {}"
 
 
-def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: str, say: Say = show) -> None:
+def report(
+    name: str,
+    config: ModelConfig,
+    plan: KVPlan,
+    context: int,
+    where: str,
+    quantization: str | None = None,
+    say: Say = show,
+) -> None:
     """Compile what an engine of default settings runs with the heads over all chips of a topology, and print
     a table. Where a chip does not run the kernels that are expected to win, the safe ones are compiled."""
     kind, devices = topology(where)
@@ -39,7 +48,9 @@ def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: st
     dtype, _ = usual_dtype(config.dtype, platform, (major, 0), FAMILIES[config.family].wide, True)
     model = widened(Transformer(config, plan, dtype), len(devices))
     mesh = make_mesh(tensor=len(devices), devices=devices)
-    params = weights.abstract(model.config, plan, dtype, mesh, cuts=None)
+    params = weights.abstract(
+        model.config, plan, dtype, mesh, cuts=None, eight_bit=DTYPES.get(quantization or "")
+    )
     leaves = jax.tree.leaves(params)
     used = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     if used > MEMORY_FRACTION * memory:

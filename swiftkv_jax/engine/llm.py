@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained, local_folder
 from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
-from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.checks import flag, integer
 from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.core.layers import by_token
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted, for_mesh, for_serving, generator, transformers
 from swiftkv_jax.core.shapes import PyTree
@@ -81,6 +82,8 @@ class LLM:
         tensor_parallel_size: int = 1,
         slim: bool = True,
         base: str | Path | None = None,
+        quantization: str | None = "auto",
+        eight_bit_activations: bool = False,
         **settings,
     ):
         """Load a model and start its engine.
@@ -99,6 +102,9 @@ class LLM:
             or is a multiple of it; then kv heads are repeated.
           slim: False loads a Slim attention checkpoint as the plain model.
           base: an adapter's base model, if it is not where the adapter says.
+          quantization: "auto" (as stored), "int8", "fp8" or "dequantize", as in `from_pretrained`.
+          eight_bit_activations: round what 8-bit weights are multiplied with to 8 bits too, with a scale for
+            each token: for chips with such products (int8 on TPUs, fp8 on Hopper).
           **settings: the other fields of `engine.Settings`: max_num_seqs, num_pages, cache_dtype, ...
 
         Raises:
@@ -110,8 +116,10 @@ class LLM:
         chosen = choose_kernels(folder, *sizes, slim=slim, base=base, **settings)  # before JAX has devices
         if tensor_parallel_size != 1 and mesh is None:
             mesh = tensor_mesh(tensor_parallel_size)
-        model, params = from_pretrained(folder, dtype, mesh, cuts=None, base=base, slim=slim)
+        how = {"base": base, "slim": slim, "quantization": quantization}
+        model, params = from_pretrained(folder, dtype, mesh, cuts=None, **how)
         model, params = for_serving(model, params)  # here, so that the first weights are freed
+        params = by_token(params) if flag("eight_bit_activations", eight_bit_activations) else params
         check_fill(model, **settings)
         if tokenizer is None and not has_tokenizer(folder):
             message = f"no tokenizer in {folder}: prompts must be token ids, and answers are without text"

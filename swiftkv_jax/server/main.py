@@ -18,6 +18,7 @@ from swiftkv_jax.common.checks import choice
 from swiftkv_jax.common.errors import Parser, UsageError, UsageWarning, exit_code
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.common.progress import LIVE, pause, ticking, working
+from swiftkv_jax.config.quantization import CHOICES
 from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.core.sharding import mesh_axes, parse_mesh
 from swiftkv_jax.engine import speech
@@ -95,6 +96,10 @@ def build_parser(server: bool = True) -> Parser:
     p.flag("--mesh AXES", "mesh over all devices, such as fsdp=2,tensor=4", engine)
     about = "off: serve a Slim attention --model as keys and values (default on)"
     p.flag("--slim on|off", about, engine, default="on")
+    about = "8-bit weights: int8, fp8, dequantize, or auto: as they are stored (default auto)"
+    p.flag("--quantization NAME", about, engine, default="auto")
+    about = "also round what 8-bit weights are multiplied with to 8 bits, by token"
+    p.flag("--eight-bit-activations", about, engine)
     for flag, text in _ENGINE.items():
         http.add_flag(engine, flag, Settings, text)
     http.add_flags(p, server)
@@ -117,6 +122,7 @@ def main(
     def run() -> int:
         args = build_parser("--http" in (sys.argv if argv is None else argv)).parse_args(argv)
         choice("--slim", args.slim, ("on", "off"))
+        choice("--quantization", args.quantization, CHOICES[1:])
         if args.kernels == "report":
             return _report(args)
         if join is not None:
@@ -324,6 +330,7 @@ def _load(args: argparse.Namespace, model: str | None = None):
         mesh = parse_mesh(args.mesh) if args.mesh else None
         given = _given(args, (*_ENGINE, "tensor-parallel-size"))
         slim = model is not None or args.slim == "on"
+        given |= {"quantization": args.quantization, "eight_bit_activations": args.eight_bit_activations}
         return LLM(folder, dtype=args.dtype, mesh=mesh, slim=slim, base=base, **given)
 
 

@@ -28,11 +28,13 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import block_count
+from swiftkv_jax.core.layers import by_token, kernel_of, linear
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import rounded
 from swiftkv_jax.core.sharding import make_mesh
 from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.distill import compile_only
+from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
 from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.runner import working_bytes
@@ -84,9 +86,10 @@ def engine_arguments(
     fill: str | None = None,
     dtype: str = "bfloat16",
     config: ModelConfig | None = None,
+    eight_bit: str | None = None,
 ):
     """(model, params, cache, settings) as shapes, in the form that the engine serves, on one chip or those
-    of `mesh`; by the chip's own kernel, or by `attention`; upper rows by `fill`."""
+    of `mesh`; by the chip's own kernel, or by `attention`; upper rows by `fill`; kernels in `eight_bit`."""
     config = config or CONFIGS[plan.num_layers]
     model = Transformer(config, plan, dtype)
     page = usual_page(rows, "gpu" if chip == "h100" else "tpu")
@@ -95,7 +98,7 @@ def engine_arguments(
     named += f",fill={fill}" if fill else ""
     settings = Settings(**sizes, page_size=page, cache_dtype=rows, kernels=named)
     cache = jax.eval_shape(functools.partial(empty_pool, model, settings, mesh))
-    params = weights.abstract(config, plan, dtype, mesh, cuts=None)
+    params = weights.abstract(config, plan, dtype, mesh, None, eight_bit)
     return model, folded(model, params) if fill else params, cache, settings
 
 
@@ -199,6 +202,22 @@ def copied_weights(hlo: str, params) -> list[str]:
     return found
 
 
+def written_weights(hlo: str, params) -> list[str]:
+    """Arrays of an 8-bit kernel's shape, in any dtype, that an operation writes, but into a TPU's fast
+    memory in 8 bits."""
+    eight_bit = [x for x in jax.tree.leaves(params) if x.dtype.itemsize == 1]
+    local = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in eight_bit]
+    shapes, found = {tuple(sorted(shape[-2:])) for shape in local}, []
+    for _, line, _ in launched(hlo)[0]:
+        result = line.partition(" = ")[2]
+        result = result.partition(") " if result.startswith("(") else " ")[0]
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
+            fast = dtype in ("s8", "f8e4m3fn") and "S(1)" in result
+            if sorted_dims(dims) in shapes and not fast:
+                found.append(line.strip()[:160])
+    return found
+
+
 def sorted_dims(text: str) -> tuple[int, ...]:
     return tuple(sorted(d for d in map(int, filter(None, text.split(","))) if d > 1))
 
@@ -251,6 +270,73 @@ def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, p
     if chip == "h100":
         found = each_step if program == "decode" else once
         assert sum(found.values()) <= most_operations(program, plan), found
+
+
+@pytest.mark.parametrize("tokens", [16, 2048])
+@pytest.mark.parametrize("eight_bit", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_product_with_an_8_bit_weight_makes_no_wide_one(chip, eight_bit, tokens):
+    mesh, shape = mesh_of(CHIPS[chip]), (4096, 14336)
+    x = jax.ShapeDtypeStruct((tokens, shape[0]), jnp.bfloat16)
+    p = {
+        "kernel": jax.ShapeDtypeStruct(shape, eight_bit),
+        "scale": jax.ShapeDtypeStruct(shape[1:], jnp.float32),
+    }
+    _, hlo = text_of(jax.jit(linear), (), on(mesh, (x, p)), mesh)
+    assert not written_weights(hlo, p)
+    _, hlo = text_of(jax.jit(lambda p: kernel_of(p, x.dtype)), (), on(mesh, (p,)), mesh)
+    assert written_weights(hlo, p), "what the line above would miss if it looked at nothing"
+
+
+@pytest.mark.parametrize("tokens", [16, 2048])
+@pytest.mark.parametrize(("chip", "eight_bit"), [("v5p", "int8"), ("h100", "float8_e4m3fn")])
+def test_a_product_of_two_8_bit_arrays_converts_no_weight(chip, eight_bit, tokens):
+    """Not inside an operation either; activations become 8-bit arrays, which they are not otherwise."""
+    mesh, shape = mesh_of(CHIPS[chip]), (4096, 14336)
+    x = jax.ShapeDtypeStruct((tokens, shape[0]), jnp.bfloat16)
+    p = {
+        "kernel": jax.ShapeDtypeStruct(shape, eight_bit),
+        "scale": jax.ShapeDtypeStruct(shape[1:], jnp.float32),
+    }
+    both = jax.eval_shape(by_token, p)
+    texts = [text_of(jax.jit(linear), (), on(mesh, (x, each)), mesh)[1] for each in (both, p)]
+    assert not re.search(r"= (?:bf16|f16|f32)\[(?:4096,14336|14336,4096)\]", texts[0])
+    assert [bool(re.search(rf"= (?:s8|f8e4m3fn)\[{tokens},4096\]", text)) for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize("program", ["run_any", "decode"])
+@pytest.mark.parametrize("eight_bit", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_program_makes_an_8_bit_weight_wide(chip, eight_bit, program):
+    mesh = mesh_of(CHIPS[chip])
+    function, static, traced = programs(chip, PLANS["swiftkv"], "bfloat16", eight_bit=eight_bit)[program]
+    memory, hlo = text_of(function, static, on(mesh, traced), mesh)
+    assert not written_weights(hlo, traced[0])
+    assert memory.temp_size_in_bytes < DECODE_BYTES * (program == "decode" or 2)
+
+
+def test_a_step_of_llama_405b_in_fp8_fits_8_h100():
+    """2560 tokens of 16 sequences, and a cache of 16 x 8192 tokens in bfloat16. 126 layers would compile for
+    an hour, so their bytes follow from those of 2 and of 4 layers, half of them upper ones."""
+    whole = load_experiment("llama405b_fp8").architecture
+    mesh, taken = make_mesh(tensor=8, devices=compile_only.topology("h100:1x1x8")[1]), {}
+    for layers in (2, 4):
+        config = dataclasses.replace(whole, num_layers=layers, windows=())
+        model = Transformer(config, KVPlan.swiftkv(layers, layers // 2), "bfloat16")
+        sizes = {"max_model_len": 8192, "max_num_seqs": 16, "page_size": 64, "num_pages": 16 * 8192 // 64}
+        settings = Settings(**sizes, **NAMED["h100"])
+        pool = jax.eval_shape(functools.partial(empty_pool, model, settings, mesh))
+        pool = jax.tree.map(
+            lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), pool, pool.shardings
+        )
+        params = weights.abstract(config, model.plan, "bfloat16", mesh, None, "float8_e4m3fn")
+        inputs = on(mesh, a_step(16, 2560, settings.pages_per_sequence))  # no axis of a weight is so long
+        memory, hlo = text_of(run_any, (model,), (params, pool, inputs), mesh)
+        assert not written_weights(hlo, params)
+        taken[layers] = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    needed = taken[4] + (whole.num_layers - 4) * (taken[4] - taken[2]) / 2
+    print(f"{needed / 2**30:.1f} GiB")
+    assert needed < 62 * 2**30
 
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])

@@ -60,12 +60,18 @@ def test_sequences_fit_in_the_memory_left_beside_the_weights():
     assert small.count("2 chips") == 3, "16 GiB are less than the weights and a tenth"
 
 
-def test_training_bytes_equal_the_arrays_that_prepare_returns(tmp_path):
-    model, params = skv.from_pretrained(made.teacher(tmp_path), dtype="bfloat16")
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+def test_bytes_are_those_of_the_arrays(tmp_path, quantization):
+    """Of weights as they are loaded; and of what `prepare` returns, for training."""
+    folder = made.teacher(tmp_path)
+    model, params = skv.from_pretrained(folder, dtype="bfloat16", quantization=quantization)
+    config = dataclasses.replace(model.config, dtype="bfloat16")
+    loaded = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert plan.weight_bytes(config, quantization=quantization) == loaded
     _, trained, frozen = prepare(model, params, skv.KVPlan.swiftkv(4, 2), "fold", "swiftkv")
     floats = sum(x.nbytes for x in jax.tree.leaves(trained))
     kept = {id(x): x.nbytes for x in jax.tree.leaves((frozen.student, frozen.teacher))}
-    assert plan.training_bytes(model.config, 2) == 4 * floats + sum(kept.values())
+    assert plan.training_bytes(model.config, 2, quantization) == 4 * floats + sum(kept.values())
 
 
 def test_invalid_arguments_are_refused_in_a_line(tmp_path, capsys):
