@@ -1,4 +1,5 @@
-"""SwiftKV paper, Table B.1: quality and size of a cache by its dtype, for a teacher and its students.
+"""SwiftKV paper, Table B.1: quality and size of a cache by its dtype, for a teacher and its students; also
+with weights in 8 bits.
 
     python -m benchmarks.papers.cache_dtypes TEACHER [STUDENT ...]
 
@@ -8,6 +9,7 @@ agreement compare it with the teacher over rows that are not rounded.
 """
 
 import argparse
+import itertools
 import json
 import math
 import shlex
@@ -40,7 +42,7 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 
 EXACT, DTYPES = "float32", ("bfloat16", "float8_e4m3fn", "int8")
 SHARES = (1, 2, 4)
-COLUMNS = ["model", "rows", "cross-entropy", "KL", "agreement", "cache bytes per token", "saved"]
+COLUMNS = ["model", "rows", "cross-entropy", "KL", "agreement", "cache bytes per token", "saved", "weights"]
 _ROWS = 4
 
 
@@ -73,13 +75,14 @@ def measure(models: Sequence[tuple[Transformer, PyTree]], batches: Sequence[Batc
     whole = skv.cache_bytes_per_token(teacher.config, teacher.plan, DTYPES[0])
     rows = []
     for model, own in models:
+        weights = next((x.dtype.name for x in jax.tree.leaves(own) if x.dtype.itemsize == 1), EXACT)
         for dtype in DTYPES:
             pairs = zip(exact, batches, strict=True)
             parts = (sums(teacher, params, t, hidden(model, own, b, dtype), b) for t, b in pairs)
             nats, kl, same = np.sum([np.asarray(part, np.float64) for part in parts], axis=0) / count
             size = skv.cache_bytes_per_token(model.config, model.plan, dtype)
             quality = [round(nats, 4), round(kl, 6), round(same, 4)]
-            rows.append([model.plan.description, dtype, *quality, size, f"{1 - size / whole:.1%}"])
+            rows.append([model.plan.description, dtype, *quality, size, f"{1 - size / whole:.1%}", weights])
             print(*rows[-1], sep="  ", flush=True)
     return rows
 
@@ -103,6 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("teacher", help="a folder, a GGUF file or a hub id")
     p.add_argument("students", nargs="*", type=Path, metavar="STUDENT", help="folders of its students")
     p.add_argument("--text", default=str(CORPUS), help="text, of which the held-out part is evaluated")
+    about = "also measure every model with weights in 8 bits"
+    p.add_argument("--quantization", nargs="*", default=[], choices=("int8", "fp8"), help=about)
     p.add_argument("--length", type=int, default=512, help="tokens of a row")
     p.add_argument("--tokens", type=int, default=8192, help="tokens to evaluate")
     p.add_argument("--fit-tokens", type=int, default=65_536, help="tokens that a student is fitted on")
@@ -119,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
             batches = evaluation_batches(held_out, tokenizer, math.ceil(args.tokens / _ROWS / args.length))
             made = (fitted(args.teacher, n, fit, args.fit_tokens, Path(scratch)) for n in SHARES)
             folders = [args.teacher, *(args.students or made)]
-            models = [skv.from_pretrained(folder, dtype=EXACT) for folder in folders]
+            ways = itertools.product(["auto", *args.quantization], folders)
+            models = [skv.from_pretrained(folder, dtype=EXACT, quantization=how) for how, folder in ways]
             rows = measure(models, batches)
         run = machine(shlex.join(["python", "-m", "benchmarks.papers.cache_dtypes", *given]))
         record = {"run": run, "columns": COLUMNS, "rows": rows}
