@@ -326,14 +326,14 @@ def row_of(
 
     def head(k: int) -> np.ndarray:
         cost = np.stack([[alike, by_output[k]] for by_output in costs], axis=1)
-        parts = [
-            Problem(
-                *(np.stack([x[k] for x in each]).astype(np.float64) for each in zip(*part, strict=True)), cost
+        parts = []
+        for part in zip(*sums, strict=True):
+            gram, cross = (
+                np.stack([x[k] for x in each]).astype(np.float64) for each in zip(*part, strict=True)
             )
-            for part in zip(*sums, strict=True)
-        ]
+            parts.append(Problem(gram, cross, cost))
         if ridge is None:
-            return searched(*parts, width)[0]
+            return searched(parts[0], parts[1], width)[0]
         return solve(functools.reduce(Problem.__add__, parts), ridge, width)
 
     return np.concatenate([head(k) for k in range(len(costs[0]))], axis=-1)
