@@ -114,10 +114,9 @@ def test_figures_of_answers_written_by_hand():
 
 
 def test_a_share_of_parts_has_the_error_of_its_wholes():
-    """Answers with 2, 1 and 1 instructions, of which 2, 0 and 1 are followed: what each adds to the share of 3/4
-    is 1/2, -3/4 and 1/4."""
-    assert answers.mean([2, 0, 1], [2, 1, 1]) == pytest.approx((0.75, np.sqrt(0.875 * 3 / 2) / 4))
-    assert answers.mean([2, 0, 1]) == pytest.approx((1, np.sqrt(1 / 3)))
+    """Of 2, 1 and 1 instructions 2, 0 and 1 are followed: beside the share of 3/4 they are 1/2, -3/4, 1/4."""
+    assert answers.mean([2.0, 0.0, 1.0], [2.0, 1.0, 1.0]) == pytest.approx((0.75, np.sqrt(0.875 * 3 / 2) / 4))
+    assert answers.mean([2.0, 0.0, 1.0]) == pytest.approx((1, np.sqrt(1 / 3)))
 
 
 @pytest.mark.slow

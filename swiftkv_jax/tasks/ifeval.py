@@ -53,6 +53,10 @@ def _begins(text: str, paragraphs: int, number: int, first_word: str) -> bool:
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
+def _has_postscript(text: str, marker: str) -> bool:
+    return _count(_POSTSCRIPTS.get(marker, marker), text) > 0
+
+
 def _is(text: str, code: str) -> bool:
     return language(text) in (None, code)
 
@@ -79,9 +83,7 @@ CHECKERS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
         t, k["num_paragraphs"], k["nth_paragraph"], k["first_word"]
     ),
     "detectable_content:number_placeholders": lambda t, k: _count(r"\[.*?\]", t) >= k["num_placeholders"],
-    "detectable_content:postscript": lambda t, k: bool(
-        _count(_POSTSCRIPTS.get(k["postscript_marker"], k["postscript_marker"]), t)
-    ),
+    "detectable_content:postscript": lambda t, k: _has_postscript(t, k["postscript_marker"].strip()),
     "detectable_format:number_bullet_lists": lambda t, k: (
         _count(r"^\s*\*[^*].*$", t, re.M) + _count(r"^\s*-.*$", t, re.M) == k["num_bullets"]
     ),
