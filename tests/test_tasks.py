@@ -296,7 +296,7 @@ def test_choices_are_those_of_transformers_and_a_stopped_run_goes_on(data, tmp_p
     assert counts == [2, 2, 3], "answered once, for both"
 
     first = whole.read_text().splitlines()
-    part.write_text("\n".join([*first[:3], first[3][:20]]))
+    part.write_text("\n".join([*first[:4], first[4][:20]]))
     asked = []
     monkeypatch.setattr(
         "swiftkv_jax.cli.tasks.answered", lambda llm, asked_, doing: asked.extend(asked_) or iter(())

@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> None:
     texts = [text for each in read[0].values() for text in each]
     longest = max(len(ids) + args.tokens * (len(ids) == given) for ids, given in texts)
     context, lanes = fitting(folders, longest, args.tokens), min(LANES, len(items))
-    answers: list[dict[Place, Any]] = []
+    keys: list[dict[Place, str]] = []
     with contextlib.ExitStack() as stack:
         with explained(f"write to {args.out}"):
             file = stack.enter_context(open(args.out or os.devnull, "a+", encoding="utf-8"))
@@ -86,20 +86,19 @@ def _run(args: argparse.Namespace) -> None:
         for model, dtype in zip(models, (args.cache_dtype, "auto"), strict=False):
             how = {"model": model, "cache_dtype": dtype, "tokens": args.tokens}
             rows = {place: how | _named(place, item) for place, item in items.items()}
-            keys = {place: json.dumps(row) for place, row in rows.items()}
-            answers.append({place: known[key] for place, key in keys.items() if key in known})
-            left = {place: read[0][place] for place in items if place not in answers[-1]}
+            keys.append({place: json.dumps(row) for place, row in rows.items()})
+            left = {place: read[0][place] for place, key in keys[-1].items() if key not in known}
             sizes: dict[str, Any] = {"max_num_seqs": lanes, "cache_dtype": dtype}
             llm = LLM(model, max_model_len=context, **sizes) if left else None
             for place, answer in _answers(llm, model, left, args.tokens) if llm else ():
-                answers[-1][place] = answer
+                known[keys[-1][place]] = answer
                 row = rows[place] | {"answer": answer, "scores": TASKS[place[0]].scores(items[place], answer)}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
             llm = None  # freed before the next
     for name in dict.fromkeys(name for name, _ in items):
         places = [place for place in items if place[0] == name]
-        scores = [[TASKS[name].scores(items[place], each[place]) for place in places] for each in answers]
+        scores = [[TASKS[name].scores(items[p], known[each[p]]) for p in places] for each in keys]
         show(report(name, models, scores))
 
 
