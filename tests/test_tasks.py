@@ -227,6 +227,8 @@ def test_published_forms_of_a_file_are_read_alike(data, tmp_path):
     assert TASKS["hellaswag"].asked(text[0]).context == f"Sailing: {context}"
     assert TASKS["gsm8k"].scores(items_of("gsm8k", data)[0], "So $2.00, or 2.") == {"exact match": (1, 1)}
     assert TASKS["gsm8k"].scores(items_of("gsm8k", data)[1], "3000 and 1") == {"exact match": (0, 1)}
+    likelihoods = [-9.0, -8.0, -5.0, -30.0]  # the third is the likeliest, the first one by character
+    assert TASKS["hellaswag"].scores(text[0], likelihoods) == {"acc": (0, 1), "acc_norm": (1, 1)}
     with pytest.raises(UsageError, match=r"item 1: no answer"):
         items_of("gsm8k", written(tmp_path / "broken", "gsm8k_test.jsonl", [{"question": "x"}]))
     lines = (data / "hellaswag_val_full.txt").read_text().split("\n")
