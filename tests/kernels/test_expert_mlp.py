@@ -34,7 +34,7 @@ def test_the_definition_is_a_sum_over_chosen_experts():
 
 
 def test_few_tokens_of_a_gpu_run_all_experts(monkeypatch):
-    """In the form that a GPU takes, which no CPU does by itself; NaN in an expert stays with its tokens."""
+    """And tiles are as many as any choice needs: the forms of a GPU, which no CPU takes by itself."""
     monkeypatch.setattr(xla, "static_loops", lambda asked: True)
     for case in ("plain", "one_token", "empty_experts", "all_on_one"):
         said = verdict([(case, cases.SMALL[case])], "xla")
