@@ -64,7 +64,7 @@ class Case(Base):
         weights, chosen = jax.lax.top_k(jax.nn.softmax(scores), self.per_token)
         return (x, chosen, weights, gate, up, down, slope), {}
 
-    def by(self, implementation: str, shards: Shards = WHOLE) -> Callable:
+    def by(self, implementation: str | None, shards: Shards = WHOLE) -> Callable:
         """A function from the arrays of `make` to the sums, with `gradient` to a tuple by NAMES."""
         run = functools.partial(expert_mlp, implementation=implementation, shards=shards)
 
