@@ -210,6 +210,11 @@ def test_a_large_source_is_kept_on_disk_and_is_the_same(tmp_path, monkeypatch):
     plain = list(open_documents([source]))
     for name, size in (("IN_MEMORY", 9000), ("_LOOKED_UP", 100), ("_ROWS_WRITTEN", 4)):
         monkeypatch.setattr(sources, name, size)
+    with monkeypatch.context() as without:
+        without.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+        for name in ("datasets", "datasets.config"):
+            without.setitem(sys.modules, name, None)
+        assert open_documents([source]).parts == [plain]
     kept = open_documents([source])
     assert isinstance(kept.parts[0], StoredDocuments)
     assert kept.parts[0].path.is_relative_to(tmp_path / "cache")

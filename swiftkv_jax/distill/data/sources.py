@@ -3,8 +3,10 @@
 import bisect
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import tempfile
@@ -205,22 +207,28 @@ def _place(identity: list) -> Path:
 
 
 def kept_at(name: str) -> Path:
-    """The path of one of our files in the cache of `datasets`."""
-    from datasets.config import HF_DATASETS_CACHE
+    """The path of one of our files in the cache of `datasets`; where that is not installed, in the place it
+    has by default."""
+    try:
+        from datasets.config import HF_DATASETS_CACHE as home
+    except ImportError:
+        from huggingface_hub.constants import HF_HOME
 
-    return Path(HF_DATASETS_CACHE) / "swiftkv_jax" / name
+        home = Path(HF_HOME) / "datasets"
+    return Path(home) / "swiftkv_jax" / name
 
 
 def _listed_or_stored(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
-    """The documents as a list; or stored, if they are larger than `IN_MEMORY`.
+    """The documents as a list; or stored, if they are larger than `IN_MEMORY` and `datasets` is installed.
 
     They are stored atomically; nothing is written if rows are broken and none is skipped.
     """
     first, size = [], 0
+    limit = IN_MEMORY if importlib.util.find_spec("datasets") else math.inf
     for document in documents:
         first.append(document)
         size += len(document.content)
-        if size > IN_MEMORY:
+        if size > limit:
             break
     else:
         return first
