@@ -62,7 +62,7 @@ def expert_mlp(
     count = shards.count(shards.heads)
     if len(gate) % count:
         raise dispatch.UnsupportedError(f"{len(gate)} experts do not divide among {count} devices")
-    cut = shards.of(*x.shape[:2], len(gate))
+    cut = shards.of(x.shape[0], x.shape[1], len(gate))
 
     def own(x, chosen, *rest):
         """What one device's experts add to its tokens."""

@@ -431,7 +431,7 @@ class ExpertMlp:
         if experts.router == "noaux_tc":
             tree["choice"] = Weight((count,), ".")
         if experts.shared:
-            tree["shared"] = MLPS["dense"].weights(shared_mlp(config))
+            tree["shared"] = Dense().weights(shared_mlp(config))
         if experts.shared_gate:
             tree["shared_gate"] = linear_weights(("D", width), (".", 1), False, 0.02)
         return tree
@@ -446,7 +446,7 @@ class ExpertMlp:
         out = expert_mlp(rows, chosen, shares, *kernels, **options).reshape(h.shape)
         if not experts.shared:
             return out
-        common = MLPS["dense"](config, p["shared"], h)
+        common = Dense()(shared_mlp(config), p["shared"], h)
         gate = jax.nn.sigmoid(linear(h, p["shared_gate"])) if experts.shared_gate else 1
         return out + gate * common
 
@@ -512,7 +512,7 @@ def decoder_layer(
     x: Hidden,
     at: Rotary,
     reads: Sequence[Callable[[Queries], Queries] | None],
-    mlp: Mlp | None,
+    mlp: Callable[[ModelConfig, PyTree, Hidden], Hidden] | None,
 ) -> Hidden:
     """One layer: its attentions in order, then its MLP, if it has these.
 

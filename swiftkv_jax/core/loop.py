@@ -109,8 +109,9 @@ def run(
         cache, made = make_rows(model, params, due, layer, x, at, batch, cache, keep)
         raw |= made
         p, kind, rows = weights.layer(params, layer), config.kinds[layer], plan.read_by(layer)
+        mlp = under(MLPS[kind.mlp], cache.mesh)
         if not rows:
-            x = decoder_layer(config, p, x, at, [None] * len(p["attentions"]), MLPS[kind.mlp])
+            x = decoder_layer(config, p, x, at, [None] * len(p["attentions"]), mlp)
             continue
         readers = [_row_reader(plan, params, *each) for each in zip(rows, p["attentions"], strict=True)]
         maker = plan.rows[rows[0]].maker
@@ -119,7 +120,7 @@ def run(
         ]
         if plan.cross:
             reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
-        x = decoder_layer(config, p, x, at.of(config, maker), reads, under(MLPS[kind.mlp], cache.mesh))
+        x = decoder_layer(config, p, x, at.of(config, maker), reads, mlp)
     return Ran(x, cache, raw)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -156,9 +157,9 @@ def on_own_heads(run: Callable, mesh: Mesh | None, cut: bool, axes, out) -> Call
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=outside, check_vma=False)
 
 
-def under(run: Callable, mesh: Mesh | None) -> Callable:
-    """`run` with `mesh` as that of `jax.set_mesh`."""
-    if mesh is None or mesh.size == 1:
+def under(run: Any, mesh: Mesh | None) -> Any:
+    """`run`, if it is a function, with `mesh` as that of `jax.set_mesh`."""
+    if run is None or mesh is None or mesh.size == 1:
         return run
 
     def inside(*args, **options):
