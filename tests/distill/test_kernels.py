@@ -56,12 +56,12 @@ def asked(monkeypatch) -> list:
 @pytest.mark.parametrize(("machine", "name"), [(GPU, "cudnn"), (TPU, "splash")])
 def test_training_uses_the_attention_that_the_check_chose(machine, name, asked):
     attention, how = choose(RUN, machine)
-    assert attention.on(machine.platform) == name and how == "checked on a chip"
+    assert attention == name and how == "checked on a chip"
     ((call, *_),) = asked
     assert (call.kind, call.operation, call.tokens, call.heads) == ("train", "causal_attention", 512, 8)
     assert call.windows == (None, 128)
     cut = dataclasses.replace(RUN, mesh=MeshConfig(tensor=2, context=2))
-    assert choose(cut, machine)[0].on(machine.platform) == {"cudnn": "xla"}.get(name, name)
+    assert choose(cut, machine)[0] == {"cudnn": "xla"}.get(name, name)
     assert (asked[1][0].heads, asked[1][0].kv_heads) == (4, 2)
 
 
@@ -151,4 +151,4 @@ def test_commands_choose_before_jax_has_its_devices(monkeypatch, tmp_path, capsy
 
 def test_process_0_decides_for_all(asked, monkeypatch):
     monkeypatch.setattr(processes, "text_from_first", lambda *_: '["cudnn", "checked on a chip"]')
-    assert choose(RUN, GPU)[0].gpu == "cudnn" and not asked
+    assert choose(RUN, GPU)[0] == "cudnn" and not asked
