@@ -37,6 +37,7 @@ def test_routers_of_deepseek_are_those_of_transformers(case):
     fields = {"n_routed_experts": 12, "num_experts_per_tok": 3, "hidden_size": 16, "n_group": experts.groups}
     fields |= {"topk_group": experts.top_groups, "topk_method": experts.router}
     fields |= {"routed_scaling_factor": 2.5, "norm_topk_prob": experts.normalise}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     kind = "deepseek_v3" if made is DeepseekV3TopkRouter else "deepseek_v2"
     theirs = made(AutoConfig.for_model(kind, **fields))
     x, w, bias = (random.standard_normal(shape, np.float32) for shape in ((50, 16), (12, 16), (12,)))
@@ -46,7 +47,7 @@ def test_routers_of_deepseek_are_those_of_transformers(case):
         theirs.e_score_correction_bias.copy_(torch.tensor(bias))
     with torch.no_grad():
         _, shares, chosen = theirs(torch.tensor(x))
-    ours, own = route(experts, x @ w.T, jax.numpy.asarray(bias) if biased else None)
+    ours, own = route(experts, jax.numpy.asarray(x @ w.T), jax.numpy.asarray(bias) if biased else None)
     want, got = np.zeros((2, 50, 12), np.float32)
     np.put_along_axis(want, chosen.numpy(), shares.numpy(), 1)
     np.put_along_axis(got, np.asarray(ours), np.asarray(own), 1)

@@ -264,8 +264,7 @@ def fit(
 
     for layer in range(plan.depth, plan.num_layers):
         if (row := plan.reads[layer]) is None:
-            one = one_layer(teacher, own_params, layer)
-            streams = [onward(*one, x, batch) for x, batch in zip(streams, kept, strict=True)]
+            streams = [onward(teacher, layer, own_params, *each) for each in zip(streams, kept, strict=True)]
             continue
         o = kernel_of(weights.layer(own_params, layer)["attentions"][0]["o_proj"])
         cost = np.asarray(output_weights(config.at(layer), o), np.float64)
@@ -309,11 +308,11 @@ def step(
     return x, products(n, weight, jnp.stack(pair, axis=-2))
 
 
-@partial(jax.jit, static_argnums=0)
-def onward(model: Transformer, params: PyTree, x: Hidden, batch: Batch) -> Hidden:
+@partial(jax.jit, static_argnums=(0, 1))
+def onward(model: Transformer, layer: int, params: PyTree, x: Hidden, batch: Batch) -> Hidden:
     """The hidden states leaving a layer that has no attention."""
     at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
-    return through(model, params, x, at, segments).x
+    return through(model, params, x, at, segments, range(layer, layer + 1)).x
 
 
 def row_of(
