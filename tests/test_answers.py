@@ -18,7 +18,7 @@ from swiftkv_jax.distill import answers
 from swiftkv_jax.distill.answers import Answers, compared
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig
-from swiftkv_jax.distill.loop import train
+from swiftkv_jax.distill.loop import opened
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 TEACHER = Path(__file__).resolve().parents[1] / "demo" / "teacher"
@@ -130,7 +130,8 @@ def test_a_run_answers_held_out_prompts_as_its_export_does(tmp_path):
     e = Experiment(name="x", model=str(TEACHER), plan=plan, data=data, evaluation=data, dtype="float32")
     e = dataclasses.replace(e, steps=1, evaluation_batches=1, answers=7, export_dtype="float32")
     out, said = tmp_path / "run", []
-    found = train(e, out, say=said.append, ask=partial(ask, say=said.append)).answers
+    with opened(e, out, say=said.append) as run:
+        found = run.go(partial(ask, say=said.append)).answers
     assert found is not None and found.equal[16][0] < 1 and found.report() in said
     tokenizer, served = load_tokenizer(TEACHER), skv.LLM(out / "export", dtype="float32")
     greedy = skv.SamplingParams(temperature=0.0, max_tokens=24)

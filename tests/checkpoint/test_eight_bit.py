@@ -344,7 +344,7 @@ def test_an_engine_computes_with_8_bit_weights(quantization, tmp_path):
     held = {part["kernel"].dtype.itemsize for part in kernels(llm.params)}
     assert held == {1, 4}
     want = LLM.from_model(student, dequantised(own, jnp.float32), **sizes)
-    for each in (llm, llm.replace(fill="reference")):
+    for each in (llm, llm.replace(kernels="fill=reference")):
         got = [out.outputs[0].token_ids for out in each.generate(prompts, greedy, use_tqdm=False)]
         assert got == [out.outputs[0].token_ids for out in want.generate(prompts, greedy, use_tqdm=False)]
 
