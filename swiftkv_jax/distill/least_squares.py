@@ -219,10 +219,10 @@ def fit(
 ) -> PyTree:
     """`params` with the k and v of the rows made at the split solved, in float32, and a shared norm of ones.
 
-    Tokens are weighted by the attention of the teacher that they receive. A row that several layers read
-    (AcrossKV) minimises the error summed over them: for values after each layer's output projection, for keys
-    directly. Where keys are normalised (Qwen3), the keys before the norm are fitted, and the gain stays that
-    of `params`.
+    Tokens are weighted by the attention of the teacher that they receive. In a row that several layers read
+    (AcrossKV) they count alike, and it minimises the error summed over them: for values after each layer's
+    output projection, for keys directly. Where keys are normalised (Qwen3), the keys before the norm are
+    fitted, and the gain stays that of `params`.
 
     The devices hold two streams of every batch, and up to three sets of the normal equations of one layer,
     [K, A, A + 2 H] in float32, with A = D (D + 1 with biases): 0.6 GB a set for Llama-3.1-8B, 2.2 GB for 70B.
@@ -258,8 +258,9 @@ def fit(
 
     def passed(layer: int) -> Iterator[tuple[Array, Array]]:
         model, own = one_layer(teacher, own_params, layer)
+        shared = len(plan.readers(plan.reads[layer])) > 1
         for i, batch in enumerate(kept):
-            streams[i], sums = step(config, model, own, starts[i], streams[i], batch)
+            streams[i], sums = step(config, model, shared, own, starts[i], streams[i], batch)
             yield sums
 
     for layer in range(plan.depth, plan.num_layers):
@@ -296,15 +297,23 @@ def entering(student: Transformer, params: PyTree, batch: Batch) -> tuple[Hidden
     return x, (segments > 0).sum()
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def step(
-    config: ModelConfig, model: Transformer, params: PyTree, start: Hidden, x: Hidden, batch: Batch
+    config: ModelConfig,
+    model: Transformer,
+    alike: bool,
+    params: PyTree,
+    start: Hidden,
+    x: Hidden,
+    batch: Batch,
 ) -> tuple[Hidden, tuple[Array, Array]]:
     """(hidden states leaving a layer of the teacher, the sums of its `products`) of one batch; `start`: those
-    entering the split."""
+    entering the split. `alike`: all real tokens count as 1."""
     n = before(config, unit_norm(config, jnp.float32), start.astype(jnp.float32))
     n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
     x, pair, weight = taught(model, params, x, batch)
+    if alike:
+        weight = jnp.broadcast_to((batch.segments > 0)[..., None], weight.shape).astype(jnp.float32)
     return x, products(n, weight, jnp.stack(pair, axis=-2))
 
 
