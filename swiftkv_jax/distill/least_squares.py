@@ -256,9 +256,9 @@ def fit(
         ridge = RIDGE
     streams, problems, solved = list(starts), {}, {}
 
-    def passed(layer: int) -> Iterator[tuple[Array, Array]]:
+    def passed(layer: int, row: int) -> Iterator[tuple[Array, Array]]:
         model, own = one_layer(teacher, own_params, layer)
-        shared = len(plan.readers(plan.reads[layer])) > 1
+        shared = len(plan.readers(row)) > 1
         for i, batch in enumerate(kept):
             streams[i], sums = step(config, model, shared, own, starts[i], streams[i], batch)
             yield sums
@@ -269,7 +269,7 @@ def fit(
             continue
         o = kernel_of(weights.layer(own_params, layer)["attentions"][0]["o_proj"])
         cost = np.asarray(output_weights(config.at(layer), o), np.float64)
-        problems.setdefault(row, []).append((halves(passed(layer)), cost))
+        problems.setdefault(row, []).append((halves(passed(layer, row)), cost))
         if layer == plan.readers(row)[-1]:
             solved[row] = row_of(problems.pop(row), ridge, width)
 
