@@ -6,7 +6,7 @@ import math
 import re
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -129,8 +129,12 @@ def _described(
                 "keeps them, 'dequantize' reads them in the model's dtype"
             )
         if dtype := own or made:
-            eight |= {p.path[:-1]: dtype for p in slot.parts if p.path[-1] == "kernel" and not p.width}
-    return weights.in_8_bits(weights.weights(config, plan, cuts), lambda path, _: eight.get(path))
+            eight |= {p.path[:-1]: dtype for p in slot.parts if p.path[-1] == "kernel"}
+
+    def dtype_of(path: Keys, kernel: Weight) -> str | None:
+        return eight.get(path) if weights.is_rounded(path, kernel) else None
+
+    return weights.in_8_bits(weights.weights(config, plan, cuts), dtype_of)
 
 
 def _kept(tensor, slot: Slot) -> str | None:
@@ -280,13 +284,18 @@ def load(weight: Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Arr
             return np.zeros([s.stop - s.start for s in spans], dtype)
         stacked = len(parts[0][0].index)
         out = np.empty([s.stop - s.start for s in spans], dtype)
-        for slot, *where in parts:
-            index = [i - s.start for i, s in zip(slot.index, spans, strict=False)]
-            if all(0 <= i < size for i, size in zip(index, out.shape, strict=False)):
-                out[tuple(index)] = _read(slot, *where, spans=spans[stacked:], dtype=dtype)
+        for place, part in _within(parts, spans[:stacked]):
+            out[place] = _read(*part, spans=spans[stacked:], dtype=dtype)
         return out
 
     return jax.make_array_from_callback(weight.shape, _place(weight, mesh), shard)
+
+
+def _within(parts: list, stack: list[slice]) -> Iterator[tuple[tuple[int, ...], tuple]]:
+    """(place in a shard, part) of the tensors that a shard of a stack has; () is the place of one alone."""
+    for part in parts:
+        if all(i in range(span.start, span.stop) for i, span in zip(part[0].index, stack, strict=True)):
+            yield tuple(i - span.start for i, span in zip(part[0].index, stack, strict=True)), part
 
 
 def _load_8_bit(kernel: Weight, parts: list, mesh: Mesh | None) -> PyTree:
@@ -301,9 +310,8 @@ def _load_8_bit(kernel: Weight, parts: list, mesh: Mesh | None) -> PyTree:
             [span.stop - span.start for span in (*stack, inputs, outputs)], jnp.dtype(kernel.dtype)
         )
         s = np.empty([span.stop - span.start for span in (*stack, outputs)], np.float32)
-        for i, part in enumerate(parts[stack[0]] if stack else parts):
-            where = i if stack else ...
-            out[where], s[where] = _read_8_bit(part, inputs, outputs, kernel)
+        for place, part in _within(parts, stack):
+            out[place], s[place] = _read_8_bit(part, inputs, outputs, kernel)
         scales[str([*stack, outputs])] = s
         return out
 

@@ -9,6 +9,7 @@ import jax
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.progress import Doing, Say, show, working
+from swiftkv_jax.core.layers import is_linear
 from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.distill.answers import Answers
 from swiftkv_jax.distill.start import Student
@@ -87,6 +88,16 @@ def likelihood(llm: LLM, ids: Sequence[int], given: int) -> float:
     return sum(entry[token].logprob for token, entry in scored if entry)
 
 
+def in_dtype(params: PyTree, dtype: str) -> PyTree:
+    """The same parameters in `dtype`, but for projections in 8 bits, which stay so."""
+
+    def one(part: PyTree) -> PyTree:
+        eight_bit = is_linear(part) and "scale" in part
+        return part if eight_bit else jax.tree.map(lambda leaf: leaf.astype(dtype), part)
+
+    return jax.tree.map(one, params, is_leaf=is_linear)
+
+
 def ask(
     student: Student,
     params: PyTree,
@@ -100,7 +111,7 @@ def ask(
     sizes = {"max_model_len": max(map(len, prompts)) + tokens, "max_num_seqs": min(LANES, len(prompts))}
     parts = {"mesh": mesh_of(params), "tokenizer": tokenizer}
     generation, dtype = read_generation_config(teacher), student.dtype
-    own = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # trained weights are float32
+    own = in_dtype(params, dtype)  # trained weights are float32
     return beside(
         lambda: LLM.from_model(student, own, generation=generation, **sizes, **parts),
         lambda: LLM(teacher, dtype=dtype, **sizes, **parts),

@@ -184,12 +184,15 @@ def in_8_bits(tree: PyTree, dtype: Callable[[Keys, Weight], str | None]) -> PyTr
     return one(tree, ())
 
 
+def is_rounded(path: Keys, kernel: Weight) -> bool:
+    """Whether a kernel may be in 8 bits: those [in, out], in stacks of layers and experts or not, but for
+    routers. Those by head, which Slim attention reads rows with, stay wide."""
+    return path[-1] != "router" and len(kernel.axes.removeprefix("L ").removeprefix("X ").split()) == 2
+
+
 def all_in_8_bits(tree: PyTree, dtype: str | None) -> PyTree:
-    """A tree of `Weight`s with the kernels [in, out], in stacks or not, in this 8-bit dtype; None: as it is.
-    Those by head, which Slim attention reads rows with, are not changed."""
-    return in_8_bits(
-        tree, lambda _, kernel: dtype if len(kernel.axes.removeprefix("L ").split()) == 2 else None
-    )
+    """A tree of `Weight`s with the kernels that may be in this 8-bit dtype in it; None: as it is."""
+    return in_8_bits(tree, lambda path, kernel: dtype if is_rounded(path, kernel) else None)
 
 
 def like(tree: PyTree, params: PyTree) -> PyTree:

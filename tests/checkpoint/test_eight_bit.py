@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.eight_bit import Packed, quantised
+from swiftkv_jax.cli.answering import in_dtype
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
-from swiftkv_jax.core.layers import dequantised
+from swiftkv_jax.core.layers import dequantised, kernel_of
 from swiftkv_jax.core.surgery import to_slim, to_swiftkv
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
@@ -280,6 +281,25 @@ def test_files_written_in_8_bits(family, quantization, tmp_path):
         torch.testing.assert_close(theirs[key], w, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("cuts", [None, ()])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_experts_are_in_8_bits_and_their_routers_are_not(family, cuts, tmp_path):
+    """Each expert has scales of its own; written and read again."""
+    dense = hf_models.save(hf_models.make(family), tmp_path / "dense")
+    model, params = from_pretrained(dense, "float32", cuts=cuts, quantization="int8")
+    _, want = from_pretrained(dense, "float32", cuts=cuts)
+    pairs = zip(params["layers"], want["layers"], strict=True)
+    for stack, wide in [pair for pair in pairs if "experts" in pair[0]["mlp"]]:
+        assert "scale" not in stack["mlp"]["router"]
+        for name, part in stack["mlp"]["experts"].items():
+            kernel = np.asarray(wide["mlp"]["experts"][name]["kernel"])
+            error = np.linalg.norm(kernel_of(part) - kernel, axis=(-2, -1))
+            assert part["kernel"].dtype == jnp.int8
+            assert (error < 0.009 * np.linalg.norm(kernel, axis=(-2, -1))).all()
+    save_pretrained(tmp_path / "out", model, params)
+    assert_same(from_pretrained(tmp_path / "out", cuts=cuts)[1], params)
+
+
 @pytest.mark.parametrize("name", ["t5_wide", "whisper"])
 def test_encoders_are_in_8_bits_too(name, tmp_path):
     """But for convolutions; written and read again, as transformers names them."""
@@ -328,6 +348,15 @@ def test_published_students_in_8_bits(tmp_path):
     theirs = hf_models.load(tmp_path / "out", trust_remote_code=True, dtype=torch.float32, **how)
     got = again.apply({"params": read}, ids)
     np.testing.assert_allclose(got, hf_models.torch_logits(theirs, np.asarray(ids)), atol=2e-4)
+
+
+def test_weights_that_answer_after_a_run_stay_in_8_bits(tmp_path):
+    """Others, such as trained ones in float32, are in the model's dtype."""
+    dense = hf_models.save(hf_models.make("llama_biases"), tmp_path / "dense")
+    _, params = from_pretrained(dense, "float32", cuts=None, quantization="int8")
+    got = in_dtype(params, "bfloat16")
+    assert got["embed"].dtype == jnp.bfloat16
+    assert_same(kernels(got["layers"]), kernels(params["layers"]))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
