@@ -139,10 +139,7 @@ def base_family(raw: Mapping) -> str:
     kind = raw.get("model_type")
     family = str(kind).removesuffix("_swiftkv")
     if family not in FAMILIES:
-        raise UsageError(
-            f"config.json: model_type {kind!r} is not supported; known: {', '.join(FAMILIES)}, "
-            "each also with _swiftkv"
-        )
+        raise UsageError(f"config.json: model_type {kind!r} is not supported; known: {', '.join(FAMILIES)}")
     return family
 
 
