@@ -82,7 +82,12 @@ def call(
     softcap: float | None = None,
 ):
     """Run `operation(*args, **kwargs)` by the named implementation, or by the platform's. A `bias` by
-    distance and a `softcap` of scores are options of `BIASED` alone."""
+    distance and a `softcap` of scores are options of `BIASED` alone.
+
+    Raises:
+      UnsupportedError: an unknown name, a name of another platform or chip, or a call that the named one
+        does not support.
+    """
     extra = {"bias": bias, "softcap": softcap}
     if given := {name: value for name, value in extra.items() if value is not None}:
         what = "a bias by distance" if "bias" in given else "a soft cap of scores"
@@ -111,7 +116,11 @@ def preferred(table: Mapping[str, Implementation], args, kwargs) -> str:
 
 
 def check_name(operation: str, table: Mapping[str, Implementation], implementation: str) -> None:
-    """Check that an operation has an implementation of that name on this platform and chip."""
+    """Check that an operation has an implementation of that name on this platform and chip.
+
+    Raises:
+      UnsupportedError: an unknown name, or a name of another platform or chip.
+    """
     platform, kind, _ = device()
     if implementation not in table:
         raise UnsupportedError(f"{operation} has no {implementation!r}; it has {', '.join(table)}")
@@ -142,6 +151,9 @@ def expect(**pairs) -> None:
     k.shape[-1:])`.
 
     None in place of an array agrees with anything.
+
+    Raises:
+      UnsupportedError: two that do not, by name.
     """
     for name, pair in pairs.items():
         shapes = [tuple(getattr(x, "shape", x)) for x in pair if x is not None]

@@ -57,7 +57,11 @@ def register(source: Path, targets: tuple[tuple[str, str], ...]) -> str:
 
 
 def library(source: Path) -> Path:
-    """The compiled `source`, from the cache if this compiler has compiled it for this processor before."""
+    """The compiled `source`, from the cache if this compiler has compiled it for this processor before.
+
+    Raises:
+      NoLibraryError: no compiler, one that fails, or no folder that only the user can write to.
+    """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NoLibraryError(f"no C++ compiler is installed: {', '.join(_COMPILERS)}")
@@ -85,7 +89,11 @@ def library(source: Path) -> Path:
 
 
 def _output(command: list[str]) -> str:
-    """The output of a command; of one that fails, a NoLibraryError has the line that says why."""
+    """The output of a command.
+
+    Raises:
+      NoLibraryError: it failed; the message is the line that says why.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
