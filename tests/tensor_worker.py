@@ -102,7 +102,7 @@ def answers(llm: LLM) -> tuple[list, list[float]]:
 SMALL = dataclasses.replace(MHA, hidden_size=24, num_kv_heads=1)
 CASES = {  # name -> (shape, plan, form, devices, settings); of a pair: base, auxiliary, "pair", ...
     "standard on 4": (GQA, PLANS["standard"], "kv", 4, {}),
-    "acrosskv by XLA and pages on 2": (GQA, PLANS["acrosskv"], "kv", 2, {"attention": "xla", "fill": "xla"}),
+    "acrosskv by XLA on 2": (GQA, PLANS["acrosskv"], "kv", 2, {"kernels": "attention=xla,fill=xla"}),
     "int8 rows on 4": (GQA, PLANS["acrosskv"], "kv", 4, {"cache_dtype": "int8"}),
     "keys alone on 4": (MHA, PLANS["swiftkv"], "k", 4, {}),
     "prediction on 4": (GQA, SMALL, "pair", 4, {}),

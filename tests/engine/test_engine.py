@@ -31,15 +31,17 @@ WAYS = {
     "so few pages that sequences are preempted": {"num_pages": 33, "page_size": 2},
     "one sequence at a time": {"max_num_seqs": 1},
     "guesses checked": {"drafts": 3},
-    "pages read by the definition": {"attention": "reference"},
-    "pages read a few at a time": {"attention": "xla"},
-    "pages filled by the definition": {"fill": "reference"},
-    "pages filled at once": {"fill": "xla"},
-    "pages filled at once, in chunks of 7": {"fill": "xla", "max_num_batched_tokens": 7, "max_num_seqs": 2},
-    "pages filled at once, so few that sequences are preempted": {
-        "fill": "xla", "num_pages": 33, "page_size": 2
+    "pages read by the definition": {"kernels": "attention=reference"},
+    "pages read a few at a time": {"kernels": "attention=xla"},
+    "pages filled by the definition": {"kernels": "fill=reference"},
+    "pages filled at once": {"kernels": "fill=xla"},
+    "pages filled at once, in chunks of 7": {
+        "kernels": "fill=xla", "max_num_batched_tokens": 7, "max_num_seqs": 2
     },
-    "pages filled at once, guesses checked": {"fill": "xla", "drafts": 3},
+    "pages filled at once, so few that sequences are preempted": {
+        "kernels": "fill=xla", "num_pages": 33, "page_size": 2
+    },
+    "pages filled at once, guesses checked": {"kernels": "fill=xla", "drafts": 3},
 }  # fmt: skip
 
 

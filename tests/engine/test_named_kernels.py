@@ -16,7 +16,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine import loop
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.engine.settings import resolve
+from swiftkv_jax.engine.settings import OPERATIONS, resolve
 from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill_gpu
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill_tpu
@@ -47,6 +47,8 @@ def interpret(monkeypatch):
             return run(*args, **kwargs, interpret=how)
 
         monkeypatch.setitem(table, new, Implementation(counted, kernel.refuses))
+        if table is FUSED_KV_FILL:
+            monkeypatch.setitem(OPERATIONS, "fill", (*OPERATIONS["fill"], new))
         return new
 
     name.traced = traced

@@ -5,7 +5,7 @@ from processes_made import found_on
 
 CASES = {
     "standard on 4": 1 / 4,
-    "acrosskv by XLA and pages on 2": 1 / 2,
+    "acrosskv by XLA on 2": 1 / 2,
     "int8 rows on 4": 1 / 4,
     "a norm over all heads on 4": 1 / 4,
     "keys alone on 4": 1.0,  # a value is made of all of a key
