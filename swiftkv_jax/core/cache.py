@@ -18,9 +18,10 @@ from swiftkv_jax.config.hf import FULL_ATTENTION
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import ENCODER, SELF, KVPlan
 from swiftkv_jax.core import sharding
+from swiftkv_jax.core.form import Paged
 from swiftkv_jax.core.layers import Rotary, rotary
 from swiftkv_jax.core.pytree import pytree, static
-from swiftkv_jax.core.rows import FORMS, Paged
+from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree, Queries
 from swiftkv_jax.kernels.common.dispatch import ByKind
 from swiftkv_jax.kernels.common.pools import Pool

@@ -17,8 +17,9 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Batch, Cache, make_batch
 from swiftkv_jax.core.ends import Decoder, embed, exit_logits, logits, normalised
+from swiftkv_jax.core.form import Raw
 from swiftkv_jax.core.layers import MLPS, Rotary, causal_bias, decoder_layer
-from swiftkv_jax.core.rows import FORMS, Raw, reader_of
+from swiftkv_jax.core.rows import FORMS, reader_of
 from swiftkv_jax.core.shapes import Array, Float, Int, PyTree
 from swiftkv_jax.core.sharding import under
 

@@ -17,8 +17,9 @@ from swiftkv_jax.config.plan import SELF, Row
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Encoded
 from swiftkv_jax.core.ends import Decoder, embed, normalised
+from swiftkv_jax.core.form import Form
 from swiftkv_jax.core.layers import MLPS, Rotary, before, causal_bias, decoder_layer, rotary, see_all
-from swiftkv_jax.core.rows import FORMS, Form, reader_of
+from swiftkv_jax.core.rows import FORMS, reader_of
 from swiftkv_jax.core.shapes import Array, Float, Hidden, Int, PyTree, Tokens
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention

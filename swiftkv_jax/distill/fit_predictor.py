@@ -16,9 +16,10 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.form import Raw
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted, described, read, row_widths
-from swiftkv_jax.core.rows import PLAIN, Raw
+from swiftkv_jax.core.rows import PLAIN
 from swiftkv_jax.core.scan import of_rows
 from swiftkv_jax.core.shapes import Array, Hidden, PyTree
 from swiftkv_jax.distill.data.packing import Batch

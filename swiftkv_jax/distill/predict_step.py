@@ -10,10 +10,10 @@ import numpy as np
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.form import Raw
 from swiftkv_jax.core.layers import norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.core.rows import Raw
 from swiftkv_jax.core.scan import STREAM, Passed, angles_and_segments, of_rows, through
 from swiftkv_jax.core.shapes import Array, Float, Hidden, PyTree
 from swiftkv_jax.core.sharding import constrain

@@ -14,7 +14,8 @@ from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import NONE
 from swiftkv_jax.core import cache
-from swiftkv_jax.core.rows import FORMS, PAGED
+from swiftkv_jax.core.form import PAGED
+from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.engine.settings import AUTO, OPERATIONS, SAFE, Settings, named
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED, known, preferred
