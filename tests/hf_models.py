@@ -54,6 +54,12 @@ TWO_TABLES = {
 }
 MOE = {"num_experts_per_tok": 3}
 QWEN_MOE = MOE | {"num_experts": 7, "moe_intermediate_size": 28}
+LATENT = {
+    **{"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"q_lora_rank": None, "num_key_value_heads": 4},
+}
+DEEPSEEK_MOE = MOE | {"moe_intermediate_size": 28, "n_routed_experts": 8, "n_shared_experts": 2}
+DEEPSEEK_YARN = YARN | {"mscale": 0.9, "mscale_all_dim": 0.6}
 SMALL_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 30, "sliding_window": 7}
 # name -> (model_type, fields that differ from BASE)
@@ -167,6 +173,45 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3_moe_window": ("qwen3_moe", QWEN_MOE | {"attention_bias": True} | WINDOWED),
     "olmoe": ("olmoe", MOE | {"num_experts": 7, "num_key_value_heads": 4} | SMALL_IDS),
     "olmoe_normalised": ("olmoe", MOE | {"num_experts": 6, "norm_topk_prob": True} | SMALL_IDS),
+    "deepseek_v2_dense": ("deepseek_v2", LATENT | {"first_k_dense_replace": 4}),
+    "deepseek_v2_dense_yarn": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "first_k_dense_replace": 4,
+            "q_lora_rank": 20,
+            "rope_scaling": DEEPSEEK_YARN,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v2": ("deepseek_v2", LATENT | DEEPSEEK_MOE | {"first_k_dense_replace": 1}),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        LATENT
+        | DEEPSEEK_MOE
+        | {"q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"routed_scaling_factor": 2.5, "rope_scaling": DEEPSEEK_YARN},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | DEEPSEEK_MOE
+        | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2}
+        | {"attention_bias": True, "rope_scaling": DEEPSEEK_YARN},
+    ),
+    "deepseek_v3_as_moonlight": (
+        "deepseek_v3",
+        LATENT
+        | DEEPSEEK_MOE
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"norm_topk_prob": False, "n_shared_experts": 1},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        LATENT
+        | DEEPSEEK_MOE
+        | {"q_lora_rank": 20, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
     "exaone4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2}),
     "exaone4_no_window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
 }
@@ -198,7 +243,8 @@ def randomised(model: transformers.PreTrainedModel, family: str, tied: bool, see
     """The model with random weights."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        chosen = [(key, buffer) for key, buffer in model.named_buffers() if key.endswith("correction_bias")]
+        for key, weight in [*model.named_parameters(), *chosen]:
             noise = torch.randn(weight.shape, generator=random)
             if key.endswith("bias"):
                 weight.copy_(0.3 * noise)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import MOE, ODD, PLAIN, REPEATED, SIZED, sized, tiny
+from tiny_models import LATENT, MOE, ODD, PLAIN, REPEATED, SIZED, sized, tiny
 
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
@@ -90,7 +90,7 @@ def feed(model, params, tokens, cache, chunkings, choose):
 
 def check_step(plan, config, chunks, choose=lambda i: True) -> int:
     """Compare every survivor with `forward`; the number of positions compared."""
-    model, params = tiny(config, plan)
+    model, params = tiny(config, plan.stored_as(config.form))
     tokens, seen = sequences(1), 0
     want = np.asarray(full_logits(model, params, tokens))
     assert want.std() > 0.5, "flat logits would hide errors"
@@ -102,11 +102,24 @@ def check_step(plan, config, chunks, choose=lambda i: True) -> int:
 
 OF_OWN_SIZES = [("standard", SIZED), ("split1x2", SIZED), ("split2", REPEATED)]
 EVERY = [(plan, ODD) for plan in PLANS] + OF_OWN_SIZES + [("split2", MOE)]
+OF_LATENTS = [(plan, LATENT) for plan in ("standard", "split1x2", "split2x2")]
+EVERY += OF_LATENTS
 
 
 @pytest.mark.slow("split1x2", "split1x3", "split2", "split3", "cross_layer", "sized", "repeated_split2")
 @pytest.mark.parametrize(
-    "plan, config", EVERY, ids=[*PLANS, "sized", "sized_split1x2", "repeated_split2", "moe"]
+    "plan, config",
+    EVERY,
+    ids=[
+        *PLANS,
+        "sized",
+        "sized_split1x2",
+        "repeated_split2",
+        "moe",
+        "latent",
+        "latent_split1x2",
+        "latent_split2x2",
+    ],
 )
 def test_step_is_forward_for_every_plan(plan, config):
     """They agree at every position of a ragged, chunked, padded batch over shuffled pages amid NaN."""
@@ -280,11 +293,11 @@ def test_step_computes_no_cosine_over_rows_stored_rotated():
     assert re.search(r"\bcosine\b", lowered(*to_slim(kv, params, ("k",))))
 
 
-@pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
+@pytest.mark.parametrize("config", [PLAIN, ODD, LATENT], ids=["plain", "odd", "latent"])
 @pytest.mark.parametrize("init", ["copy", "fold"])
 def test_a_student_of_the_last_layer_alone_is_its_teacher(init, config):
     """At split = L-1 the only rewired layer already reads the stream entering itself."""
-    teacher, params = tiny(config, PLANS["standard"])
+    teacher, params = tiny(config, config.plan())
     student, rewired = to_swiftkv(teacher, params, KVPlan.swiftkv(LAYERS, LAYERS - 1), init=init)
     assert student.plan.is_swiftkv
     tokens = sequences(1)

@@ -15,15 +15,17 @@ from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.surgery import to_swiftkv
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 LAYERS = 5
+QUERIES = ("q_proj", "q_norm", "q_a_proj", "q_a_layernorm", "q_b_proj")
+ROWS = ("k_proj", "v_proj", "k_norm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 TOKENS = hf_models.tokens()
 
+DEEPSEEK = hf_models.LATENT | hf_models.DEEPSEEK_MOE | {"first_k_dense_replace": 1}
 # (family, split, share, fields): uniform groups, ragged last groups, one group for all, biases, odd heads.
 CASES = [
     ("llama", 3, 1, {}),
@@ -38,6 +40,12 @@ CASES = [
     ("mixtral", 2, 2, hf_models.MOE | {"num_local_experts": 5}),
     ("qwen2_moe", 1, 3, hf_models.QWEN_MOE | {"shared_expert_intermediate_size": 40}),
     ("qwen3_moe", 2, 1, hf_models.QWEN_MOE | {"head_dim": 20, "mlp_only_layers": [1, 3]}),
+    # Latents: the last layer alone, half of the layers, groups of two and four, a ragged last group.
+    ("deepseek_v2", 4, 1, hf_models.LATENT | {"first_k_dense_replace": 5}),
+    ("deepseek_v2", 2, 1, DEEPSEEK | {"rope_scaling": hf_models.DEEPSEEK_YARN}),
+    ("deepseek_v2", 1, 2, DEEPSEEK | {"q_lora_rank": 20, "attention_bias": True}),
+    ("deepseek_v2", 1, 4, DEEPSEEK),
+    ("deepseek_v3", 2, 2, DEEPSEEK | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
     ("olmoe", 2, 2, hf_models.MOE | {"num_experts": 6, "norm_topk_prob": True}),
 ]
 
@@ -52,21 +60,21 @@ class Oracle:
         inner.norm_swiftkv.weight.data.copy_(inner.layers[split].input_layernorm.weight)
         upper = range(split, LAYERS)
         for j in upper:
-            for name in ["q_proj", "q_norm"]:
+            for name in QUERIES:
                 self._replace(j, name, [j])
         for j in upper:
             if (j - split) % share == 0:
-                for name in ["k_proj", "v_proj", "k_norm"]:
+                for name in ROWS:
                     self._replace(j, name, range(j, min(j + share, LAYERS)))
         for j in upper:
-            for name in ["q_proj", "k_proj", "v_proj", "q_norm", "k_norm"]:
+            for name in (*QUERIES, *ROWS):
                 if hasattr(inner.layers[j].self_attn, name):
                     delattr(inner.layers[j].self_attn, name)
 
     def _replace(self, j: int, name: str, group):
         """`<name>_swiftkv` of layer j: the mean of the teacher's over `group`."""
         attention = self.model.model.layers[j].self_attn
-        if not hasattr(attention, name):
+        if getattr(attention, name, None) is None:
             return
         old = [getattr(self.model.model.layers[i].self_attn, name) for i in group]
         if isinstance(old[0], nn.Linear):
@@ -82,25 +90,33 @@ class Oracle:
         inner = self.model.model
         x = inner.embed_tokens(torch.tensor(tokens))
         batch, length, _ = x.shape
-        cos, sin = inner.rotary_emb(x, torch.arange(length)[None].expand(batch, -1))
+        at = inner.rotary_emb(x, torch.arange(length)[None].expand(batch, -1))
         mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
         for layer in inner.layers[: self.split]:
-            x = layer(x, attention_mask=mask, position_embeddings=(cos, sin))
+            x = layer(x, attention_mask=mask, position_embeddings=at)
             x = x[0] if isinstance(x, tuple) else x
         s = inner.norm_swiftkv(x)
         for j in range(self.split, LAYERS):
             layer = inner.layers[j]
             if (j - self.split) % self.share == 0:
-                leader = layer.self_attn
-                k, v = self._heads(leader, "k", s), self._heads(leader, "v", s)
-            q = self._heads(layer.self_attn, "q", layer.input_layernorm(x))
-            rotated_q, rotated_k = apply_rotary_pos_emb(q, k, cos, sin)
+                k, v = self.row(layer.self_attn, s)
+            q, k_turned = self.turned(self.queries(layer.self_attn, layer.input_layernorm(x)), k, at)
             groups = q.shape[1] // k.shape[1]
-            scores = rotated_q @ repeat_kv(rotated_k, groups).transpose(2, 3) / q.shape[-1] ** 0.5 + mask
+            scores = q @ repeat_kv(k_turned, groups).transpose(2, 3) * layer.self_attn.scaling + mask
             mixed = scores.softmax(-1) @ repeat_kv(v, groups)
             x = x + layer.self_attn.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.lm_head(inner.norm(x)).numpy()
+
+    def row(self, attention, s) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [batch, heads, tokens, width], before their rotation."""
+        return self._heads(attention, "k", s), self._heads(attention, "v", s)
+
+    def queries(self, attention, h) -> torch.Tensor:
+        return self._heads(attention, "q", h)
+
+    def turned(self, q, k, at) -> tuple[torch.Tensor, torch.Tensor]:
+        return apply_rotary_pos_emb(q, k, *at)
 
     @staticmethod
     def _heads(attention, name: str, x) -> torch.Tensor:
@@ -113,15 +129,48 @@ class Oracle:
         return (y if norm is None else norm(y)).transpose(1, 2)
 
 
+class LatentOracle(Oracle):
+    """The same of DeepSeek's attention: the leader's latent, its norm and kv_b make the keys and values of a
+    group, and the rotary part of a key is one for all heads."""
+
+    def row(self, attention, s):
+        latent, shared = attention.kv_a_proj_with_mqa_swiftkv(s).split(
+            [attention.kv_lora_rank, attention.qk_rope_head_dim], -1
+        )
+        both = attention.kv_b_proj_swiftkv(attention.kv_a_layernorm_swiftkv(latent))
+        both = both.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+        k, v = both.split([attention.qk_nope_head_dim, attention.v_head_dim], -1)
+        return torch.cat([k, shared[:, None].expand(-1, attention.num_heads, -1, -1)], -1), v
+
+    def queries(self, attention, h):
+        if attention.q_lora_rank is None:
+            q = attention.q_proj_swiftkv(h)
+        else:
+            q = attention.q_b_proj_swiftkv(attention.q_a_layernorm_swiftkv(attention.q_a_proj_swiftkv(h)))
+        return q.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+
+    def turned(self, q, k, at):
+        """Neighbours of a head's last numbers are complex numbers, and turn by the token's angle."""
+        rotary, wide = self.model.model.rotary_emb, self.model.config.qk_rope_head_dim
+        angle = torch.arange(q.shape[2])[:, None] * rotary.inv_freq
+        turn = torch.polar(torch.full_like(angle, rotary.attention_scaling), angle)
+
+        def one(x):
+            pairs = torch.view_as_complex(x[..., -wide:].unflatten(-1, (-1, 2)).contiguous())
+            return torch.cat([x[..., :-wide], torch.view_as_real(pairs * turn).flatten(-2)], -1)
+
+        return one(q), one(k)
+
+
 @pytest.mark.slow("llama-2-2-fields3", "qwen2-2-2-fields7")
 @pytest.mark.parametrize("family, split, share, fields", CASES)
 def test_forward_start_and_export_equal_the_oracle(family, split, share, fields, tmp_path):
     teacher = hf_models.build(family, num_hidden_layers=LAYERS, **fields)
     model, params = from_pretrained(hf_models.save(teacher, tmp_path / "teacher"))
-    plan = KVPlan.swiftkv(LAYERS, split, share)
+    plan = model.config.plan(split, share)
     student = Transformer(model.config, plan)
     copied = jax.jit(lambda params: to_swiftkv(model, params, plan, init="copy")[1])(params)
-    oracle = Oracle(teacher, split, share)
+    oracle = (LatentOracle if "kv_lora_rank" in fields else Oracle)(teacher, split, share)
     apply = jax.jit(student.apply)
 
     # The untrained student is the reference's untrained student.

@@ -6,8 +6,10 @@ import jax
 import numpy as np
 
 from swiftkv_jax.config.experts import Experts
+from swiftkv_jax.config.latent import Latent
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.config.sizes import Sizes
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
@@ -36,6 +38,15 @@ MOE = dataclasses.replace(
     PLAIN,
     mlps=("dense", "experts", "experts", "experts"),
     experts=Experts(count=5, per_token=2, width=28, normalise=True, scale=1.5, shared=20, shared_gate=True),
+)
+# Attention over latents: more rotary numbers than others, values of another width, scores of another scale.
+LATENT = dataclasses.replace(
+    PLAIN,
+    num_kv_heads=4,
+    head_dim=18,
+    latent=Latent(rank=20, query_rank=14, plain=8, rotary=10, value=6),
+    attention_scale=0.4,
+    rope=RopeConfig(interleaved=True),
 )
 
 

@@ -28,7 +28,19 @@ _LONG, _LONGEST = 1000, 5000  # tokens of the longest sequence whose numbers are
 _TIMED_BYTES = 2**31  # of rows that are timed at once, at most
 _SHORT_BLOCK = 32  # queries of the shortest block that is a chunk's
 # What a case has of its call's model, if it has a field of that name.
-_OF_MODEL = ("heads", "kv_heads", "width", "computed", "stored", "page", "rope", "dim", "bias", "k_norm")
+_OF_MODEL = (
+    "heads",
+    "kv_heads",
+    "width",
+    "computed",
+    "stored",
+    "page",
+    "rope",
+    "dim",
+    "bias",
+    "k_norm",
+    "shared",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,7 @@ class Call:
       spread: (queries, number) of the blocks of a full step of all lanes.
       windows: of the model's layers, all different ones; None: a layer sees everything.
       row: numbers stored of a token that is read whole, keys or inputs. rope: whether such keys turn.
+      shared: width of values that are the first numbers of their keys; 0: they have rows of their own.
       dim: width of the stream, rows: made at once, bias, k_norm: of the makers; of a fill.
     """
 
@@ -66,6 +79,7 @@ class Call:
     windows: tuple[int | None, ...] = (None,)
     row: int = 0
     rope: bool = True
+    shared: int = 0
     dim: int = 0
     rows: int = 1
     bias: bool = False

@@ -22,12 +22,13 @@ PAGED_ATTENTION = {
 
 def paged_attention(
     q: Float[Array, "b C N H"],
-    pools: tuple[Pool, Pool],
+    pools: tuple[Pool, Pool] | tuple[Pool],
     table: Int[Array, "Q slots"],
     sequence: Int[Array, "_"],
     position: Int[Array, "_ _"],
     *,
     row: int = 0,
+    value: int | None = None,
     scale: float | None = None,
     window: int | Int[Array, ""] | None = None,
     bias: Float[Array, "N S"] | None = None,
@@ -40,7 +41,8 @@ def paged_attention(
       q: [b, C, N, H], C queries of one sequence in each block; a ragged batch is cut into such blocks, of
         which a sequence may own several.
       pools: of keys [R, P, Z, K * H] and of values [R, P, Z, K * U]; the kernels read the row in place.
-        int8 and float8_e4m3fn pools have scales.
+        int8 and float8_e4m3fn pools have scales. One pool has both: the value of a token is the first
+        `value` numbers of its key.
       table: [Q, slots] pages of each sequence in order. sequence: [b] of each block.
       position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
@@ -59,7 +61,7 @@ def paged_attention(
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
-    (k, k_scale), (v, v_scale) = pools
+    (k, k_scale), (v, v_scale) = pools[0], pools[-1]
     heads, width = q.shape[2:]
     kv_heads = k.shape[-1] // width
     if k.shape[-1] % width or heads % kv_heads or v.shape[-1] % kv_heads:
@@ -77,4 +79,5 @@ def paged_attention(
     options = {"row": row, "scale": width**-0.5 if scale is None else scale, "window": window}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     args = (q, k, v, table, sequence, position)
-    return dispatch.call("paged_attention", PAGED_ATTENTION, implementation, args, options, bias, softcap)
+    mixed = dispatch.call("paged_attention", PAGED_ATTENTION, implementation, args, options, bias, softcap)
+    return mixed[..., :value]

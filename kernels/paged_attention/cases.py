@@ -12,9 +12,10 @@ from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention import api
 
 
-def call(q, k, v, *where, k_scale=None, v_scale=None, **options) -> jax.Array:
+def call(q, k, v, *where, k_scale=None, v_scale=None, value=None, **options) -> jax.Array:
     """`api.paged_attention`, with the arguments that its implementations take."""
-    return api.paged_attention(q, (Pool(k, k_scale), Pool(v, v_scale)), *where, **options)
+    pools = (Pool(k, k_scale), Pool(v, v_scale))
+    return api.paged_attention(q, pools[:1] if value else pools, *where, value=value, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,33 +24,41 @@ class Case(PagedCase):
 
     Attributes:
       kv_heads: of keys and values. value: width of a value, that of a key by default.
+      shared: width of values that are the first numbers of their keys, in one pool; 0: they have their own.
     """
 
     operation = staticmethod(call)
 
     kv_heads: int = 2
     value: int = 0
+    shared: int = 0
 
     @property
     def options(self) -> dict:
-        return {"row": 1, "scale": self.width**-0.5, "window": self.window}
+        value = {"value": self.shared} if self.shared else {}
+        return {"row": 1, "scale": self.width**-0.5, "window": self.window} | value
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:
         widths = {"k": (self.kv_heads, self.width), "v": (self.kv_heads, self.value or self.width)}
+        if self.shared:
+            del widths["v"]
         q, pools, scales, where = self.arrays(jax.random.key(seed, impl="rbg"), widths)
+        pools, scales = ({"k": parts["k"], "v": parts.get("v", parts["k"])} for parts in (pools, scales))
         return (q, *pools.values(), *where), {f"{name}_scale": scale for name, scale in scales.items()}
 
     @property
     def bytes(self) -> float:
         """Each key and value that is seen is read once."""
-        stored, widths = jnp.dtype(self.stored).itemsize, self.width + (self.value or self.width)
-        return float(self.seen * self.kv_heads * (widths * stored + (8 if self.scaled else 0)))
+        own = 0 if self.shared else self.value or self.width
+        scales = 4 * (1 + (own > 0)) if self.scaled else 0
+        stored = (self.width + own) * jnp.dtype(self.stored).itemsize
+        return float(self.seen * self.kv_heads * (stored + scales))
 
     @property
     def flops(self) -> float:
         """FLOPs of scores and sums."""
-        return 2 * self.pairs * self.heads * (self.width + (self.value or self.width))
+        return 2 * self.pairs * self.heads * (self.width + (self.shared or self.value or self.width))
 
 
 SMALL = {
@@ -61,6 +70,8 @@ SMALL = {
     "long_chunk": Case(lengths=(70, 100), queries=64, heads=8, kv_heads=2),
     "window": Case(lengths=(20, 128), queries=3, window=40),
     "wide_values": Case(lengths=(33, 70), value=128),
+    "latent": Case(lengths=(33, 70), heads=8, kv_heads=1, width=128, shared=96),
+    "latent_int8": Case(lengths=(33, 70), queries=3, kv_heads=1, width=128, shared=96, stored="int8"),
     "width80": Case(lengths=(33, 64), width=80),
     "width96": Case(lengths=(33, 64), width=96),
     "width128": Case(lengths=(40,), width=128),
@@ -75,6 +86,8 @@ SMALL = {
 _LLAMA_8B = Case(
     lengths=(8192,) * 64, heads=32, kv_heads=8, width=128, page=64, stored="bfloat16", computed="bfloat16"
 )
+# DeepSeek-V2-Lite's latents, in rows as wide as a TPU stores them.
+_LATENT = replace(_LLAMA_8B, lengths=(8192,) * 16, heads=16, kv_heads=1, width=640, shared=512)
 _FEWER = replace(_LLAMA_8B, lengths=(4096,) * 8)
 
 REAL = {
@@ -90,6 +103,9 @@ REAL = {
     "llama2_7b": replace(_LLAMA_8B, lengths=(8192,) * 16, kv_heads=32),
     "llama_1b": replace(_LLAMA_8B, width=64),
     "qwen_0.5b": replace(_LLAMA_8B, heads=14, kv_heads=2, width=64),
+    "latent": _LATENT,
+    "latent_int8": replace(_LATENT, page=128, stored="int8"),
+    "latent_chunks": replace(_LATENT, lengths=(4096,) * 8, queries=64),
     "width80": replace(_FEWER, kv_heads=32, width=80),
     "width96": replace(_FEWER, kv_heads=32, width=96),
     "width256": replace(_FEWER, heads=8, kv_heads=1, width=256),

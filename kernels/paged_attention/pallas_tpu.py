@@ -57,10 +57,10 @@ def _attend(form: _Form, visible, slot, x: _Inputs, out, scratch: _Scratch):
         if x.k_scale is not None:
             scores = scores * factors(scratch.k_scale, group)
         weights, decay = tpu_pages.rescale(scores, visible, scratch.top.at[group], scratch.total.at[group])
-        if x.v_scale is not None:
-            scales = factors(scratch.v_scale, group)
+        if x.k_scale is not None:
+            scales = factors(scratch.k_scale if scratch.v is None else scratch.v_scale, group)
             weights = weights * (scales if visible is None else jnp.where(visible, scales, 0.0))
-        values = columns(scratch.v, group)
+        values = keys if scratch.v is None else columns(scratch.v, group)
         gained = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())), precision=exact)
         out[0, group] = out[0, group] * decay + gained
 
@@ -75,7 +75,7 @@ def _form(q, k, v, table, scale: float, pages: int | None) -> _Form:
     (_, queries, heads, width), page = q.shape, k.shape[2]
     kv_heads, slots = k.shape[-1] // width, table.shape[1]
     # Computation uses at least two bytes a number, whatever rows are stored in.
-    token = (k.shape[-1] + v.shape[-1]) * max(2, k.dtype.itemsize)
+    token = (k.shape[-1] + (0 if v is k else v.shape[-1])) * max(2, k.dtype.itemsize)
     most = pages or tpu_pages.step_pages(token, page, slots)
     # So many kv heads share a matmul: of at most _ROWS rows, and of whole lanes if any are.
     whole = (n for n in range(1, kv_heads + 1) if kv_heads % n == 0)
@@ -110,16 +110,20 @@ def paged_attention(
 
     q_spec = pl.BlockSpec((1, groups, rows, joint * width), mine)
     position_spec = pl.BlockSpec((1, rows, 1), lambda *point: mine(*point)[:3])
-    pools = k, v, k_scale, v_scale
+    # Values that are the keys' own numbers are read with them.
+    pools = (k, None, k_scale, None) if v is k else (k, v, k_scale, v_scale)
     hbm = (None if pool is None else pl.BlockSpec(memory_space=pl.ANY) for pool in pools)
     specs = _Inputs(q_spec, position_spec, *hbm)
 
     def scales(array):
         return None if array is None else pltpu.VMEM((2, steps.pages, *array.shape[2:]), jnp.float32)
 
+    def rows_of(pool):
+        return None if pool is None else pltpu.VMEM((2, steps.keys, pool.shape[-1]), pool.dtype)
+
     scratch = _Scratch(
-        *(pltpu.VMEM((2, steps.keys, pool.shape[-1]), pool.dtype) for pool in (k, v)),
-        *map(scales, (k_scale, v_scale)),
+        *map(rows_of, pools[:2]),
+        *map(scales, pools[2:]),
         top=pltpu.VMEM((groups, rows, LANES), jnp.float32),
         total=pltpu.VMEM((groups, rows, LANES), jnp.float32),
         arrived=pltpu.SemaphoreType.DMA((2,)),
@@ -154,6 +158,6 @@ def _vmem_bytes(form: _Form, q, k, v) -> int:
     groups, keys = form.heads // form.joint, form.steps.keys
     rows = q.shape[1] * q.shape[2] // groups
     wide = form.joint * (k.shape[-1] // form.heads), form.joint * (v.shape[-1] // form.heads)
-    tiles = 2 * keys * (k.shape[-1] * k.dtype.itemsize + v.shape[-1] * v.dtype.itemsize)
+    tiles = 2 * keys * (k.shape[-1] + (0 if v is k else v.shape[-1])) * k.dtype.itemsize
     own = groups * rows * (2 * wide[0] * q.dtype.itemsize + 2 * wide[1] * 4 + 2 * LANES * 4)
     return tiles + own + 2 * rows * LANES * 4 + rows * keys * 12

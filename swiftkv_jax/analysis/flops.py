@@ -16,7 +16,9 @@ from swiftkv_jax.config.experts import EXPERTS
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import SELF, KVPlan, Prediction
 from swiftkv_jax.core.cache import EIGHT_BIT
+from swiftkv_jax.core.layers import query_weights
 from swiftkv_jax.core.rows import FORMS
+from swiftkv_jax.core.shapes import PyTree
 
 
 class Chip(NamedTuple):
@@ -229,6 +231,10 @@ def _layers(config: ModelConfig, first: int, last: int) -> dict[str, float]:
     sizes, linear = [kind.sizes for kind in kinds], 2.0 * config.hidden_size**2
     per_head = 2.0 * config.hidden_size * config.head_dim
     heads = per_head * sum(each.num_heads for each in sizes)
+    queries, made = heads, 2 * per_head * sum(each.num_kv_heads for each in sizes)
+    if config.latent:
+        row = FORMS[config.form].weights(config)
+        queries, made = (_products(tree) * len(kinds) for tree in (query_weights(config), row))
     ffn, router = 0, 0  # of an expert layer, what one token runs
     for kind in kinds:
         if kind.mlp == EXPERTS and (experts := config.experts):
@@ -237,9 +243,10 @@ def _layers(config: ModelConfig, first: int, last: int) -> dict[str, float]:
         else:
             ffn += kind.sizes.intermediate_size
     return {
-        "kv": 2 * per_head * sum(each.num_kv_heads for each in sizes),
-        "q": heads,
-        "o": heads + linear * sum(kind.attention == "linear" for kind in kinds),
+        "kv": made,
+        "q": queries,
+        "o": heads * config.value_dim / config.head_dim
+        + linear * sum(kind.attention == "linear" for kind in kinds),
         "mlp": 2.0 * config.hidden_size * ((2 + config.gated) * ffn + router)
         + linear * sum(kind.mlp == "linear" for kind in kinds),
     }
@@ -255,8 +262,13 @@ def _made(config: ModelConfig, plan: KVPlan, rows: Iterable[int]) -> float:
     each."""
     makers = [(FORMS[plan.rows[row].form], config.at(plan.rows[row].maker)) for row in rows]
     every = [(form, form.weights(shape) | form.reader_weights(shape)) for form, shape in makers]
-    used = [p for form, tree in every for name, p in tree.items() if name not in form.kept]
-    return sum(2.0 * math.prod(p["kernel"].shape) for p in used if isinstance(p, dict))
+    used = ({name: p for name, p in tree.items() if name not in form.kept} for form, tree in every)
+    return sum(map(_products, used))
+
+
+def _products(tree: PyTree) -> float:
+    """FLOPs of one token in the projections of a tree of `Weight`s."""
+    return sum(2.0 * math.prod(p["kernel"].shape) for p in tree.values() if isinstance(p, dict))
 
 
 def _attention(config: ModelConfig, context: int, first: int, last: int) -> float:
@@ -265,4 +277,4 @@ def _attention(config: ModelConfig, context: int, first: int, last: int) -> floa
     for kind in config.kinds[first:last]:
         w = min(kind.window, context)
         keys += kind.sizes.num_heads * (w * (w + 1) / 2 + (context - w) * w) / context
-    return 2 * 2.0 * config.head_dim * keys
+    return 2.0 * (config.head_dim + config.value_dim) * keys

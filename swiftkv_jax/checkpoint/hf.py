@@ -97,7 +97,7 @@ def from_pretrained(
 
         def array(path: Keys, weight: Weight) -> Array:
             parts = by_path[path] if math.prod(weight.shape) else []
-            return load(weight, parts, jnp.dtype(dtype), mesh)
+            return load(weight, parts, jnp.dtype(weight.dtype or dtype), mesh)
 
         def leaf(path, weight: Weight | PyTree) -> Array | PyTree:
             path = weights.keys(path)

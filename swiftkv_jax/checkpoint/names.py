@@ -55,7 +55,9 @@ _TOP: dict[Path, str] = {
 }
 # What SwiftKV replaces in the upper layers; the published names add a suffix (ArcticTraining).
 _SLIM = ("kv_proj", "vk_proj")
-_REPLACED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", *_SLIM)
+_LATENT = ("q_a_proj", "q_a_norm", "q_b_proj", "kv_a_proj", "kv_a_norm", "kv_b_proj")
+_PUBLISHED = ("q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")  # of three of them
+_REPLACED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", *_SLIM, *_LATENT, *_PUBLISHED)
 _OF_ROWS = tuple(f".{part}_swiftkv" for part in ("k_proj", "v_proj"))
 
 
@@ -72,6 +74,7 @@ class Names:
       inputs_first: whether kernels are [in, out] in files too, as in GPT-2.
       bare: a prefix that a file may omit from all names but the head's, as files of the headless model do.
       buffers: tensors that are not weights, by the ends of their names.
+      more: whether files may hold layers after the last, which predict more tokens ahead.
     """
 
     layer: str = "model.layers."
@@ -82,6 +85,7 @@ class Names:
     inputs_first: bool = False
     bare: str = ""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    more: bool = False
 
     def of(self, path: Path) -> str:
         """The name of a part of a layer or of a row. Projections that belong to an attention (`rows.Inputs`)
@@ -129,6 +133,9 @@ _OPENELM_TOP = {
 _MIXTRAL = {("mlp", "router"): "block_sparse_moe.gate"} | {
     ("mlp", "experts", name): f"block_sparse_moe.experts.{{}}.{theirs}"
     for name, theirs in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items()
+}
+_DEEPSEEK = {("mlp", "choice"): "mlp.gate.e_score_correction_bias"} | {
+    ("mlp", "shared", name): f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")
 }
 _GPT2 = {
     ("attentions", 0, "norm"): "ln_1",
@@ -240,6 +247,9 @@ _NAMES = {
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA2),
     "glm4": Names(parts=_PARTS | _GLM4, fused=_GATE_UP),
     "mixtral": Names(parts=_PARTS | _MIXTRAL),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Names(parts=_PARTS | _DEEPSEEK, more=True)
+    ),
     "phi3": Names(
         fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_GATE_UP}
     ),
@@ -374,7 +384,7 @@ def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool, slim: b
     These are: rotary buffers of old files; the head of a tied model; in a SwiftKV checkpoint the originals of
     the replaced tensors (ArcticTraining saves them), and the norm if no layer uses it; in a `slim` checkpoint
     the projections of keys to values and back, if it is read as a plain model, and those that layers of
-    inputs have of their own although they share a row.
+    inputs have of their own although they share a row; layers that predict more tokens ahead.
     """
     names = names_of(config)
     in_layer = names.in_layer.fullmatch(name)
@@ -390,6 +400,9 @@ def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool, slim: b
         return config.tie_word_embeddings
     if name == f"{_TOP['shared_norm',]}.weight":
         return swiftkv and not plan.is_swiftkv
+    number = re.match(rf"{re.escape(names.layer)}(\d+)\.", name)
+    if names.more and number and int(number[1]) >= plan.num_layers:
+        return True
     if not swiftkv or in_layer is None or in_layer[2].rpartition(".")[2] not in _REPLACED:
         return False
     return plan.split <= int(in_layer[1]) < plan.num_layers
@@ -422,7 +435,10 @@ def _layer_name(names: Names, plan: KVPlan, number: int, path: Path) -> str:
     of_row = path[0] == "rows"
     path, kind = _part_and_kind((*head, *path[2:]))
     replaced = plan.is_swiftkv and layer >= plan.split and (of_row or path[-1] in _REPLACED)
-    return f"{names.layer}{layer}.{names.of(path)}{'_swiftkv' if replaced else ''}.{kind}"
+    name = f"{names.layer}{layer}.{names.of(path)}"
+    if name.endswith("_bias"):  # a tensor of its own
+        return name
+    return f"{name}{'_swiftkv' if replaced else ''}.{kind}"
 
 
 def _part_and_kind(path: Path) -> tuple[Path, str]:

@@ -52,6 +52,8 @@ class Experts:
 
 _ALSO = {"num_experts": "num_local_experts"}  # as transformers 5 writes it
 _PLAIN = ("router", "normalise", "scale")  # fields that are no sizes
+_OPTIONAL = ("router", "groups", "top_groups", "shared")  # fields that a file may leave out, or say null
+_COUNTED = "n_shared_experts"  # as wide together as so many experts
 
 
 def experts_from_hf(said: Mapping, raw: Mapping, layers: int) -> dict:
@@ -62,29 +64,59 @@ def experts_from_hf(said: Mapping, raw: Mapping, layers: int) -> dict:
     Raises:
       UsageError: a field is missing or wrong.
     """
-    if not said:
+    if not said or not any(has := _having(raw, layers)):
         return {}
     fields = {}
     for name, place in said.items():
+        where, value = f"config.json: {place}", raw.get(place, raw.get(_ALSO.get(place, place)))
         if not isinstance(place, str):
             fields[name] = place
-            continue
-        where, value = f"config.json: {place}", raw.get(place, raw.get(_ALSO.get(place, place)))
-        fields[name] = value if name in _PLAIN else checks.integer(where, value, 0)
-    step = checks.integer("config.json: decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1)
-    dense = raw.get("mlp_only_layers") or ()
+        elif name not in _OPTIONAL or value is not None:
+            fields[name] = value if name in _PLAIN else checks.integer(where, value, 0)
+    if said.get("shared") == _COUNTED and "shared" in fields:
+        fields["shared"] *= fields["width"]
+    if fields.get("router") in ("greedy", "group_limited_greedy") and fields["normalise"]:
+        fields["scale"] = 1.0  # DeepSeek-V2's own code does one or the other
+    return {"experts": Experts(**fields), "mlps": tuple(EXPERTS if own else DENSE for own in has)}
+
+
+def _having(raw: Mapping, layers: int) -> list[bool]:
+    """Whether each layer has experts: by its kind, by a list of those without, or by their distance."""
+    kinds, dense = raw.get("mlp_layer_types"), raw.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple) or not all(isinstance(i, int) for i in dense):
         raise UsageError(f"config.json: mlp_only_layers must list layers, not {dense!r:.60}")
-    has = [i not in dense and (i + 1) % step == 0 for i in range(layers)]
-    return {"experts": Experts(**fields), "mlps": tuple(EXPERTS if own else DENSE for own in has)}
+    if kinds is not None:
+        if not isinstance(kinds, list | tuple) or len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+            raise UsageError(
+                f"config.json: mlp_layer_types must be dense or sparse for each of {layers} layers, not "
+                f"{kinds!r:.60}"
+            )
+        return [kind == "sparse" for kind in kinds]
+
+    def number(name: str, least: int) -> int:
+        value = raw.get(name)
+        return checks.integer(f"config.json: {name}", least if value is None else value, least)
+
+    first, step = number("first_k_dense_replace", 0), number("decoder_sparse_step", 1)
+    every = number("moe_layer_freq", 1)
+    return [i >= first and i % every == 0 and i not in dense and (i + 1) % step == 0 for i in range(layers)]
 
 
 def experts_written(said: Mapping, reads: tuple[str, ...], config: typing.Any) -> dict:
     """The published fields of a ModelConfig's experts: the inverse of `experts_from_hf`."""
-    if config.experts is None:
-        return {}
-    out = {place: getattr(config.experts, name) for name, place in said.items() if isinstance(place, str)}
+    has, out = [kind.mlp == EXPERTS for kind in config.kinds], {}
+    if config.experts is not None:
+        out = {place: getattr(config.experts, name) for name, place in said.items() if isinstance(place, str)}
+    if _COUNTED in out:
+        out[_COUNTED] //= config.experts.width
     if "mlp_only_layers" in reads:
-        out["mlp_only_layers"] = [i for i, kind in enumerate(config.kinds) if kind.mlp == DENSE]
+        out["mlp_only_layers"] = [i for i, own in enumerate(has) if not own]
         out["decoder_sparse_step"] = 1
+    if "mlp_layer_types" in reads:
+        out["mlp_layer_types"] = ["sparse" if own else "dense" for own in has]
+    if "first_k_dense_replace" in reads:
+        first, *others = [i for i, own in enumerate(has) if own] or [len(has)]
+        step = others[0] - first if others else 1
+        # DeepSeek counts layers from 0, whichever is the first with experts.
+        out |= {"first_k_dense_replace": first, "moe_layer_freq": step if first % step == 0 else 1}
     return out

@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 
+from swiftkv_jax.config.latent import FIELDS as OF_LATENTS
 from swiftkv_jax.config.rope import NONE, RopeConfig
 
 _Fields = dict[str, typing.Any]
@@ -38,6 +39,7 @@ class Family:
       rope: fields of RopeConfig that differ from the defaults.
       experts: field of `Experts` -> the field of config.json that says it, or its value for the whole family;
         empty: the family has none.
+      latent: whether its attention has latents, as `Latent` says.
       sizes: how its layers' own numbers of heads and MLP widths are listed, a key of `sizes.READ`; "": all
         layers have the same.
     """
@@ -61,6 +63,7 @@ class Family:
     ropes: str = ""
     rope: _Fields = dataclasses.field(default_factory=dict)
     sizes: str = ""
+    latent: bool = False
     experts: _Fields = dataclasses.field(default_factory=dict)
 
 
@@ -138,6 +141,33 @@ _QWEN_EXPERTS = {
     "width": "moe_intermediate_size",
     "normalise": "norm_topk_prob",
 }
+# DeepSeek-V2 and its descendants. `head_dim` in a file is that of transformers, the rotary part's width.
+_DEEPSEEK_EXPERTS = {
+    "count": "n_routed_experts",
+    "per_token": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "router": "topk_method",
+    "normalise": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+    "shared": "n_shared_experts",
+}
+_DEEPSEEK: _Fields = {
+    "latent": True,
+    "rope": {"interleaved": True},
+    "omits": ("head_dim",),
+    "reads": (
+        *("attention_bias", "qk_head_dim", "num_local_experts", "first_k_dense_replace", "moe_layer_freq"),
+        *(*OF_LATENTS, *_DEEPSEEK_EXPERTS.values()),
+    ),
+    "inert": tuple("aux_loss_alpha seq_aux ep_size num_nextn_predict_layers".split()) + _OF_ROUTERS,
+}
+_BY_SIGMOID: dict[str, tuple] = {
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "rope_interleave": (True, None),
+}
 _LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
 
 FAMILIES: dict[str, Family] = {
@@ -191,6 +221,36 @@ FAMILIES: dict[str, Family] = {
         reads=("attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"),
         inert=_OF_ROUTERS,
         experts=_QWEN_EXPERTS | {"width": "intermediate_size"},
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2",
+        neutral={
+            "scoring_func": ("softmax", None),
+            "topk_method": ("greedy", "group_limited_greedy", None),
+        },
+        defaults={"topk_method": "greedy", "norm_topk_prob": False},
+        experts=_DEEPSEEK_EXPERTS,
+        **_DEEPSEEK,
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3",
+        neutral=_BY_SIGMOID,
+        defaults={"topk_method": "noaux_tc", "norm_topk_prob": True, "first_k_dense_replace": 3},
+        experts=_DEEPSEEK_EXPERTS,
+        written={"scoring_func": "sigmoid"},
+        **_DEEPSEEK,
+    ),
+    "glm4_moe_lite": Family(
+        architecture="Glm4MoeLite",
+        neutral=_BY_SIGMOID,
+        defaults={
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+        },
+        experts=_DEEPSEEK_EXPERTS,
+        **_DEEPSEEK | {"reads": (*_DEEPSEEK["reads"], "mlp_layer_types")},
     ),
     "gemma": Family(
         architecture="Gemma",

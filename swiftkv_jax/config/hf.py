@@ -16,6 +16,7 @@ from swiftkv_jax.config.experts import experts_from_hf, experts_written
 from swiftkv_jax.config.families import FAMILIES, OF_SIZES, WRAPPERS, Family
 from swiftkv_jax.config.gguf import config_of
 from swiftkv_jax.config.gguf_header import gguf_of
+from swiftkv_jax.config.latent import latent_from_hf, latent_written
 from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.config.sizes import sizes_from_hf, sizes_written
 
@@ -274,6 +275,8 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         if raw.get(name):
             numbers[field] = checks.above(f"config.json: {name}", raw[name], 0) ** power
     windows = _windows_from_hf(family, raw)
+    ropes = _ropes_from_hf(family, raw, windows)
+    latent = latent_from_hf(raw, heads, ropes["rope"]) if FAMILIES[family].latent else {}
     return {
         "family": family,
         "vocab_size": integer(raw, "vocab_size"),
@@ -293,8 +296,9 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         **layers,
         **experts_from_hf(FAMILIES[family].experts, raw, integer(raw, "num_hidden_layers")),
         "exit_head": flag(raw, "exit_head"),
-        **_ropes_from_hf(family, raw, windows),
+        **ropes,
         **numbers,
+        **latent,
         **FAMILIES[family].fields,
         "dtype": said_dtype(raw) or "float32",
     }
@@ -447,7 +451,7 @@ def written_fields(config: typing.Any) -> dict:
     sliding = [window for window in config.windows if window != FULL_ATTENTION]
     window, out = sliding[0] if sliding else None, sizes_written(family.sizes, config)
     types = [_FULL if w == FULL_ATTENTION else _SLIDING for w in config.windows]
-    out |= experts_written(family.experts, family.reads, config)
+    out |= experts_written(family.experts, family.reads, config) | latent_written(config.latent)
     if family.window:
         out["sliding_window"] = window
     if family.window in ("late", "unturned", "switched"):

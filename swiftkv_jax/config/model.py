@@ -25,6 +25,7 @@ from swiftkv_jax.config.hf import (
     with_llama_names,
     written_fields,
 )
+from swiftkv_jax.config.latent import Latent
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.config.sizes import Sizes, sizes_from_hf
@@ -61,6 +62,8 @@ class ModelConfig:
       qk_norm: queries and keys are normed before rotary embedding: each head by itself, or with
         qk_norm_whole all heads together. clip_qkv: clips the projected queries, keys and values.
       k_bias: whether keys have a bias too if queries and values have one (qkv_bias).
+      latent: of attention whose keys and values follow from a latent (DeepSeek), with head_dim the width of
+        queries and keys; None: they do not.
       attention_scale: of the scores; None: head_dim ** -0.5. attention_softcap, logits_softcap: their largest
         absolute value, which they approach as tanh does (Gemma 2); None: there is none.
       activation: of the MLP, "silu", "gelu_tanh" (the tanh approximation), "gelu" or "relu". gated: whether
@@ -114,6 +117,7 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_whole: bool = False
     clip_qkv: float | None = None
+    latent: Latent | None = None
     norm: str = "rms"
     norm_before: bool = True
     norm_after: bool = False
@@ -165,6 +169,10 @@ class ModelConfig:
             )
         if self.norm == "layer" and not self.qkv_bias:
             raise UsageError('norm "layer" has a bias, which only keys and values with qkv_bias can take up')
+        if self.latent and (self.qk_norm or self.sizes or self.learned_positions or self.encoder):
+            raise UsageError(
+                "latent attention has no norms of heads, sizes by layer, position table or encoder"
+            )
         short = self.rope.short_factor or (1.0,) * (self.rotary_dim // 2)
         if {len(short), len(self.rope.long_factor or short)} != {self.rotary_dim // 2}:
             raise UsageError(
@@ -228,8 +236,15 @@ class ModelConfig:
         """The standard plan of these layers; with `split`, that of SwiftKV."""
         without = [layer for layer, kind in enumerate(self.kinds) if kind.attention != ROWS]
         if split is None:
-            return KVPlan.standard(self.num_layers, without)
-        return KVPlan.swiftkv(self.num_layers, split, share, without)
+            plan = KVPlan.standard(self.num_layers, without)
+        else:
+            plan = KVPlan.swiftkv(self.num_layers, split, share, without)
+        return plan.stored_as(self.form)
+
+    @property
+    def form(self) -> str:
+        """The form of a row that has not been converted."""
+        return "kv" if self.latent is None else "latent"
 
     def at(self, layer: int) -> "ModelConfig":
         """The config whose layers all have the sizes of `layer`, as far as it has parts of any size."""
@@ -320,7 +335,7 @@ class ModelConfig:
             out |= {"num_key_value_layers": split, "key_value_group_size": share}
         if self.exit_head:
             out["exit_head"] = True  # ours: published checkpoints have none
-        if plan.forms != ("kv",):
+        if not plan.is_plain:
             out["slim_attention"] = {"version": 1, "forms": list(plan.listed_forms)}  # ours too
         if set(plan.cross_forms) - {"kv"}:
             slim = out.setdefault("slim_attention", {"version": 1, "forms": list(plan.listed_forms)})
@@ -353,15 +368,25 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Width of the first part of each head, to which rotary embedding is applied."""
-        return self.rope.width(self.head_dim)
+        """Width of the part of each head to which rotary embedding is applied."""
+        return self.rope.width(self.rotary_head)
+
+    @property
+    def rotary_head(self) -> int:
+        """Width of the part of each head, its last, whose first numbers are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotary
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value
 
     @property
     def fused_fill(self) -> bool:
         """Whether the fused fill (kernels/fused_kv_fill) supports this model's way to make rows."""
         rms = self.norm in ("rms", "rms_plus_one") and self.norm_before
         turns = len(self.tables) == 1 and self.rotary_dim == self.head_dim and not self.rope.interleaved
-        return rms and turns and not (self.clip_qkv or self.qk_norm_whole or self.sizes)
+        return rms and turns and not (self.clip_qkv or self.qk_norm_whole or self.sizes or self.latent)
 
     @property
     def kv_width(self) -> int:
@@ -380,6 +405,8 @@ def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
     if is_swiftkv(raw):
         split = integer(raw, "num_key_value_layers", layers)
         plan = KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1), without)
+    if FAMILIES[base_family(raw)].latent:
+        return plan.stored_as("latent")
     forms, crossing = forms_from_hf(raw, len(plan.rows)), cross_forms_from_hf(raw, layers)
     plan = plan.stored_as(*forms) if slim else plan
     if FAMILIES[base_family(raw)].encoder is None:

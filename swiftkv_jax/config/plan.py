@@ -12,6 +12,7 @@ from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import UsageError
 
 SELF, ENCODER = "self", "encoder"  # the spaces of rows: of the tokens themselves, of an encoder's output
+PLAIN_FORMS = ("kv", "latent")  # forms of rows that are not converted; a model has one of them
 CHECKPOINT_FORMS = ("kv", "k", "v", "x")  # forms of rows that a checkpoint or a user may name
 SERVED = {"x": "hadamard_x"}  # form of a checkpoint's rows -> the form in which an engine stores them
 
@@ -200,8 +201,15 @@ class KVPlan:
 
     @property
     def full(self) -> "KVPlan":
-        """The standard plan of the same layers."""
-        return KVPlan.standard(self.num_layers, self.without)
+        """The standard plan of the same layers, with rows that are not converted."""
+        return KVPlan.standard(self.num_layers, self.without).stored_as(
+            self.forms[0] if self.is_plain else "kv"
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no row is converted to another form than those of the published model."""
+        return self.forms in [(form,) for form in PLAIN_FORMS]
 
     @property
     def without(self) -> tuple[int, ...]:

@@ -43,6 +43,8 @@ class RopeConfig:
     queries grow with the logarithm of their position over `original_max_position_embeddings` (Ministral 3).
     `partial_rotary_factor` is the share of a head, its first part, that is rotated. `longrope` divides the
     frequencies by `short_factor`, or for lengths over `original_max_position_embeddings` by `long_factor`.
+    `mscale` and `mscale_all_dim` are what DeepSeek's files give in place of `attention_factor`; the second
+    scales the scores of latent attention too.
     """
 
     rope_type: str = "default"
@@ -60,6 +62,8 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     interleaved: bool = False
     llama_4_scaling_beta: float = 0.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
 
     def __post_init__(self):
         if self.rope_type not in _FIELDS:
@@ -174,7 +178,7 @@ def _yarn_fields(fields: dict, context: int) -> dict:
     """Yarn's derived factors (arXiv 2309.00071; `mscale` as DeepSeek publishes it)."""
     original = fields.get("original_max_position_embeddings") or context
     factor = fields.get("factor") or context / original
-    mscale, mscale_all = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
+    mscale, mscale_all = fields.get("mscale"), fields.get("mscale_all_dim")
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -22,7 +22,7 @@ from swiftkv_jax.core.form import Paged
 from swiftkv_jax.core.layers import Rotary, rotary
 from swiftkv_jax.core.pytree import pytree, static
 from swiftkv_jax.core.rows import FORMS
-from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree, Queries
+from swiftkv_jax.core.shapes import Array, Bool, Float, Int, Mixed, PyTree, Queries
 from swiftkv_jax.kernels.common.dispatch import ByKind
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill.api import Makers
@@ -370,7 +370,7 @@ class Cache:
         batch: Batch,
         window: int,
         bias: Float[Array, "N S"] | None = None,
-    ) -> Queries:
+    ) -> Mixed:
         """Attention of the flat batch's queries over `row`: [T, N, H] -> [T, N, U].
 
         reader: the weights that the row's form needs for reading, see `rows.reader_of`. bias: added to the

@@ -8,10 +8,10 @@ import numpy as np
 
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core.layers import Rotary, linear
-from swiftkv_jax.core.shapes import Array, Float, Hidden, Int, KeyValues, PyTree, Queries
+from swiftkv_jax.core.shapes import Array, Float, Hidden, Int, KeyValues, Mixed, PyTree, Queries
 from swiftkv_jax.kernels.common.pools import Pool
 
-Pair = tuple[KeyValues, KeyValues]  # keys, values
+Pair = tuple[KeyValues, Float[Array, "*batch K U"]]  # keys, values
 # A row as its projections leave it, before norm and rotation: [*batch, E] each.
 Raw = tuple[Float[Array, "..."], ...]
 PAGED = "paged_attention"
@@ -113,7 +113,7 @@ class Form(Protocol):
         """Keys, ready for rotated queries, and values, from stored arrays of full sequences."""
         ...
 
-    def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
+    def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
         """Attention of blocks of queries [b, C, N, H] over pages: [b, C, N, U]."""
         ...
 

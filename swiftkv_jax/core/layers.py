@@ -114,6 +114,7 @@ def layer_norm(
     return wide.astype(x.dtype)
 
 
+LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says
 SHARED, AFTER = "shared_", "after_"  # before a norm's leaves: of SwiftKV's rows; of a norm behind its part
 
 
@@ -190,7 +191,7 @@ def inverse_frequencies(
     """Rotary inverse frequencies of `rope`, by default of the config's own; `length` (tokens, traced or not)
     matters to `dynamic` and `longrope` scaling only."""
     rope = rope or config.rope
-    dim = rope.width(config.head_dim)
+    dim = rope.width(config.rotary_head)
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     match rope.rope_type:
         case "none":
@@ -287,20 +288,42 @@ def rotate(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batc
     return x if width == whole.shape[-1] else jnp.concatenate([x, whole[..., width:]], axis=-1)
 
 
-def turned(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batch heads H"]:
-    """Rotated heads, by one table; unchanged where there is no rotary embedding."""
+def turned(x: Float[Array, "*batch heads H"], at: Rotary, first: int = 0) -> Float[Array, "*batch heads H"]:
+    """Rotated heads, by one table, but for their `first` numbers; unchanged where there is no rotary
+    embedding."""
     (rope,) = at.ropes
-    return x if rope.rope_type == NONE else rotate(x, at)
+    if rope.rope_type == NONE:
+        return x
+    return jnp.concatenate([x[..., :first], rotate(x[..., first:], at)], axis=-1) if first else rotate(x, at)
+
+
+def query_weights(config: ModelConfig) -> PyTree:
+    """The `Weight`s that make an attention's queries."""
+    width, heads = ("D", config.hidden_size), ("N", config.num_heads * config.head_dim)
+    if config.latent is None:
+        norm = {"q_norm": head_norm(config, *heads)} if config.qk_norm else {}
+        return {"q_proj": linear_weights(width, heads, config.qkv_bias, 0.02)} | norm
+    if not config.latent.query_rank:
+        return {"q_proj": linear_weights(width, heads, False, 0.02)}
+    made = (".", config.latent.query_rank)
+    return {
+        "q_a_proj": linear_weights(width, made, config.qkv_bias, 0.02),
+        "q_a_norm": Weight((made[1],), ".", fill=1.0),
+        "q_b_proj": linear_weights(made, heads, False, 0.02),
+    }
 
 
 def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
     """Rotated queries of the normalised input `h`, for scores scaled by the root of their width."""
-    q = in_heads(config, linear(h, p["q_proj"]))
+    if "q_a_proj" in p:
+        h = rms_norm(linear(h, p["q_a_proj"]), p["q_a_norm"], LATENT_EPS)
+    q = in_heads(config, linear(h, p["q_b_proj" if "q_a_proj" in p else "q_proj"]))
     q = norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q
     if config.attention_scale is not None:
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     (stretch,) = at.stretch
-    return turned(q if stretch is None else q * stretch[..., None].astype(q.dtype), at)
+    q = q if stretch is None else q * stretch[..., None].astype(q.dtype)
+    return turned(q, at, config.head_dim - config.rotary_head)
 
 
 def norm_heads(
@@ -429,7 +452,7 @@ class ExpertMlp:
             "experts": {"gate_proj": inner, "up_proj": inner, "down_proj": outer},
         }
         if experts.router == "noaux_tc":
-            tree["choice"] = Weight((count,), ".")
+            tree["choice"] = Weight((count,), ".", dtype="float32")
         if experts.shared:
             tree["shared"] = Dense().weights(shared_mlp(config))
         if experts.shared_gate:

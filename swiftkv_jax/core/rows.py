@@ -1,9 +1,9 @@
 """The forms of cache rows, how they are made, stored and read: one small class for each.
 
-This is the only file in which forms differ. A form defines the arrays that store a row, the weights that make
-it, how they make it, how a query reads it (from full sequences in training, from pages in serving), and how
-these weights follow from those of plain keys and values. Nothing else names a row's projections, but for the
-tensor names of checkpoints.
+This file and latent.py are the only ones in which forms differ. A form defines the arrays that store a row,
+the weights that make it, how they make it, how a query reads it (from full sequences in training, from pages
+in serving), and how these weights follow from those of plain keys and values. Nothing else names a row's
+projections, but for the tensor names of checkpoints.
 """
 
 from functools import partial
@@ -19,6 +19,7 @@ from swiftkv_jax.config.plan import ENCODER, SERVED, KVPlan
 from swiftkv_jax.config.rope import NONE
 from swiftkv_jax.core import matrices
 from swiftkv_jax.core.form import PAGED, Form, Paged, Pair, Raw, Stored
+from swiftkv_jax.core.latent import Latents
 from swiftkv_jax.core.layers import (
     Rotary,
     effective_gain,
@@ -344,6 +345,7 @@ FORMS: dict[str, Form] = {
     "kv": PLAIN,
     **SLIM,
     "x": Inputs(),
+    "latent": Latents(),
     SERVED["x"]: HadamardInputs(),
 }
 
@@ -356,6 +358,11 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
         if form not in FORMS:
             known = [name for name in FORMS if name not in SERVED.values()]
             raise UsageError(f"rows have no form {form!r}; known: {', '.join(known)}{suggest(form, known)}")
+        if (form == "latent") != (config.form == "latent"):
+            what = "latents" if config.latent else "keys and values"
+            raise UsageError(
+                f"rows cannot be stored as {form!r}: {config.family} stores {what}; `config.plan()` says so"
+            )
         if reason := FORMS[form].refuses(config):
             raise UsageError(f"rows cannot be stored as {form!r}: {reason}")
     for number, row in enumerate(plan.rows):

@@ -23,6 +23,7 @@ Logits = Float[Array, "B T V"]
 Hidden = Float[Array, "*batch D"]
 Queries = Float[Array, "*batch N H"]
 KeyValues = Float[Array, "*batch K H"]
+Mixed = Float[Array, "*batch N U"]  # weighted sums of values, which may have another width than keys
 Angles = Float[Array, "*batch half"]
 
 

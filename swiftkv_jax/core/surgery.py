@@ -53,8 +53,9 @@ def to_swiftkv(
     if init not in INITS:
         raise UsageError(f"init must be one of {', '.join(INITS)}, not {init!r}")
     check_teacher(model)
-    if plan.forms != ("kv",):
-        raise UsageError("to_swiftkv makes rows of keys and values; convert the student with to_slim then")
+    if not plan.is_plain:
+        raise UsageError("to_swiftkv makes rows as its teacher's; convert the student with to_slim then")
+    plan = plan.stored_as(*model.plan.forms)
     student = Transformer(
         dataclasses.replace(model.config, exit_head=exit_head, wrapper=None), plan, model.dtype
     )
@@ -78,7 +79,7 @@ def check_teacher(model: Transformer) -> None:
     """Check that a student can be made from a model."""
     if model.plan.cross:
         raise UsageError(f"to_swiftkv has no students of models with an encoder, as {model.config.family}")
-    if model.plan.forms != ("kv",):
+    if not model.plan.is_plain:
         raise UsageError(
             f"this model's rows are stored as {', '.join(model.plan.forms)}: convert last. Begin with the "
             "plain model (from_pretrained(..., slim=False)), and give the student to to_slim"
@@ -125,7 +126,7 @@ def _folded(config: ModelConfig, params: PyTree, row: PyTree, layer: int) -> PyT
         bias = p["bias"].astype(jnp.float32) + attention["norm_bias"].astype(jnp.float32) @ wide
         return out | {"bias": bias.astype(p["bias"].dtype)}
 
-    return row | {name: projection(row[name]) for name in PLAIN.projections}
+    return row | {name: projection(row[name]) for name in FORMS[config.form].projections}
 
 
 def to_slim(
@@ -246,10 +247,13 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
             return True
         if keys[0] == "rows":
             return starts[keys[:2]] in plan.made_at(plan.depth)
-        wanted = which == "upper" or bool({"q_proj", "q_norm"} & set(keys))
+        wanted = which == "upper" or bool(_QUERIES & set(keys))
         return keys[0] == "layers" and starts[keys[:2]] >= plan.depth and wanted
 
     return jax.tree_util.tree_map_with_path(trained, tree)
+
+
+_QUERIES = {"q_proj", "q_norm", "q_a_proj", "q_a_norm", "q_b_proj"}
 
 
 def check_experts(config: ModelConfig, parts: int) -> None:
@@ -383,4 +387,5 @@ def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
         sizes=tuple(config.kinds[layer].sizes for layer in keep),
         exit_head=False,
     )
-    return Transformer(shape, KVPlan.from_rows([plan.reads[layer] for layer in keep], lower), model.dtype)
+    kept = KVPlan.from_rows([plan.reads[layer] for layer in keep], lower)
+    return Transformer(shape, kept.stored_as(config.form), model.dtype)

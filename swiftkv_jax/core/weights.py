@@ -27,10 +27,10 @@ from swiftkv_jax.core.layers import (
     AFTER,
     MLPS,
     effective_gain,
-    head_norm,
     linear_map,
     linear_weights,
     norm_weights,
+    query_weights,
     residual_std,
     shared_norm_weights,
 )
@@ -128,7 +128,8 @@ def _convolutions(config: ModelConfig) -> PyTree:
 
 def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
     """One layer, without the projections that make rows."""
-    width, heads = ("D", config.hidden_size), ("N", config.num_heads * config.head_dim)
+    width = ("D", config.hidden_size)
+    mixed = ("N", config.num_heads * config.value_dim)
     norms = (norm_weights(config) if config.norm_before else {}) | (
         norm_weights(config, AFTER) if config.norm_after else {}
     )
@@ -144,11 +145,9 @@ def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
         return tree
     attention: PyTree = {
         **norms,
-        "q_proj": linear_weights(width, heads, config.qkv_bias, 0.02),
-        "o_proj": linear_weights(heads, width, config.o_bias, residual_std(config)),
+        **query_weights(config),
+        "o_proj": linear_weights(mixed, width, config.o_bias, residual_std(config)),
     }
-    if config.qk_norm:
-        attention["q_norm"] = head_norm(config, *heads)
     forms = [FORMS[plan.rows[row].form] for row in plan.read_by(number)]
     return tree | {"attentions": [attention | form.reader_weights(config) for form in forms]}
 

@@ -59,7 +59,7 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
     """
     if folder is not None:
         forms = plan_from_hf(folder).forms
-        if forms != ("kv",):
+        if forms not in (("kv",), ("latent",)):
             stored = f"{folder} stores rows as {', '.join(forms)} (Slim attention)"
             raise UsageError(f"{stored}, which cannot train: train the plain model, then swiftkv slim")
         config = ModelConfig.from_hf(folder)

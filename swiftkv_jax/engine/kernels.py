@@ -119,7 +119,8 @@ def calls_of(
     if len(plan.forms) != 1 or config.encoder is not None or config.attention_softcap:
         return []
     form = FORMS[plan.forms[0]]
-    whole = form.operation != PAGED
+    array = form.arrays(config)[0]  # its others are like it
+    whole = form.operation != PAGED or config.latent is not None
     shards = 1 if whole else shards  # such a row has one head, which every device has
     capacity = settings.pages_per_sequence * settings.page_size
     tokens, lanes = settings.max_num_batched_tokens, settings.max_num_seqs
@@ -139,8 +140,9 @@ def calls_of(
         "spread": (cache.block_size(tokens, lanes), cache.block_count(tokens, lanes)),
         "windows": tuple(dict.fromkeys(None if w >= capacity else w for w in config.windows)),
     }
-    array = form.arrays(config)[0]  # its others are like it
     rows = {"row": array.width, "rope": config.rope.rope_type != NONE} if whole else {}
+    if config.latent:
+        common |= {"kv_heads": 1, "width": array.width, "shared": config.latent.rank}
     calls = [Call(kind=kind, operation=form.operation, **rows, **common) for kind in ("decode", "chunk")]
     heads = array.heads // shards if array.heads % shards == 0 else array.heads
     write = Call(kind="write", operation="page_write", **common)
