@@ -105,7 +105,7 @@ REAL = {
     "qwen_0.5b": replace(_LLAMA_8B, heads=14, kv_heads=2, width=64),
     "latent": _LATENT,
     "latent_int8": replace(_LATENT, page=128, stored="int8"),
-    "latent_chunks": replace(_LATENT, lengths=(4096,) * 8, queries=64),
+    "latent_chunks": replace(_LATENT, queries=64),
     "width80": replace(_FEWER, kv_heads=32, width=80),
     "width96": replace(_FEWER, kv_heads=32, width=96),
     "width256": replace(_FEWER, heads=8, kv_heads=1, width=256),

@@ -141,7 +141,8 @@ _QWEN_EXPERTS = {
     "width": "moe_intermediate_size",
     "normalise": "norm_topk_prob",
 }
-# DeepSeek-V2 and its descendants. `head_dim` in a file is that of transformers, the rotary part's width.
+# DeepSeek-V2 and its descendants. `head_dim` in a file is that of transformers, the rotary part's width; a
+# file's program is what transformers has by now.
 _DEEPSEEK_EXPERTS = {
     "count": "n_routed_experts",
     "per_token": "num_experts_per_tok",
@@ -161,7 +162,7 @@ _DEEPSEEK: _Fields = {
         *("attention_bias", "qk_head_dim", "num_local_experts", "first_k_dense_replace", "moe_layer_freq"),
         *(*OF_LATENTS, *_DEEPSEEK_EXPERTS.values()),
     ),
-    "inert": tuple("aux_loss_alpha seq_aux ep_size num_nextn_predict_layers".split()) + _OF_ROUTERS,
+    "inert": tuple("aux_loss_alpha seq_aux ep_size num_nextn_predict_layers auto_map".split()) + _OF_ROUTERS,
 }
 _BY_SIGMOID: dict[str, tuple] = {
     "scoring_func": ("sigmoid", None),

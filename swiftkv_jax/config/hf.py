@@ -194,7 +194,7 @@ def _doubts(raw: Mapping) -> list[str]:
         [text for name, text in code.items() if "AutoModel" in str(name)] if isinstance(code, Mapping) else []
     )
     other = [text for text in named if not (is_swiftkv(raw) and str(text).startswith(f"{OWN_CODE}."))]
-    if other:
+    if other and "auto_map" not in family.inert:
         out.append(
             f"config.json: auto_map names a program, {_shown(other[0])}, which is not run: "
             f"the model is read as a plain {raw['model_type']}"
