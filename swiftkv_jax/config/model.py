@@ -169,10 +169,6 @@ class ModelConfig:
             )
         if self.norm == "layer" and not self.qkv_bias:
             raise UsageError('norm "layer" has a bias, which only keys and values with qkv_bias can take up')
-        if self.latent and (self.qk_norm or self.sizes or self.learned_positions or self.encoder):
-            raise UsageError(
-                "latent attention has no norms of heads, sizes by layer, position table or encoder"
-            )
         short = self.rope.short_factor or (1.0,) * (self.rotary_dim // 2)
         if {len(short), len(self.rope.long_factor or short)} != {self.rotary_dim // 2}:
             raise UsageError(
@@ -200,6 +196,10 @@ class ModelConfig:
                 object.__setattr__(self, name, ())
         if len(set(self.sizes)) == 1:
             object.__setattr__(self, "sizes", ())
+        if self.latent and (self.qk_norm or self.sizes or self.learned_positions or self.encoder):
+            raise UsageError(
+                "latent attention has no norms of heads, sizes by layer, position table or encoder"
+            )
         for layer, kind in enumerate(self.kinds if self.sizes else ()):
             heads, kv_heads, _ = kind.sizes
             if kind.attention != ROWS:

@@ -43,8 +43,8 @@ class RopeConfig:
     queries grow with the logarithm of their position over `original_max_position_embeddings` (Ministral 3).
     `partial_rotary_factor` is the share of a head, its first part, that is rotated. `longrope` divides the
     frequencies by `short_factor`, or for lengths over `original_max_position_embeddings` by `long_factor`.
-    `mscale` and `mscale_all_dim` are what DeepSeek's files give in place of `attention_factor`; the second
-    scales the scores of latent attention too.
+    `mscale_all_dim` (DeepSeek) scales the scores of latent attention; files have it and `mscale` in place of
+    `attention_factor`.
     """
 
     rope_type: str = "default"
@@ -62,7 +62,6 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     interleaved: bool = False
     llama_4_scaling_beta: float = 0.0
-    mscale: float = 0.0
     mscale_all_dim: float = 0.0
 
     def __post_init__(self):
@@ -152,6 +151,8 @@ class RopeConfig:
         if self.rope_type == "default":
             return None
         values = {name: getattr(self, name, None) for name in sorted(_FIELDS[self.rope_type])}
+        if self.mscale_all_dim and self.attention_factor == 1:
+            values["mscale"] = self.mscale_all_dim  # other readers expect both
         values |= {name: list(values[name] or ()) for name in _LISTS if name in values}
         set_ones = {name: value for name, value in values.items() if value or name == "truncate"}
         if self.rope_type == "longrope":
@@ -178,7 +179,7 @@ def _yarn_fields(fields: dict, context: int) -> dict:
     """Yarn's derived factors (arXiv 2309.00071; `mscale` as DeepSeek publishes it)."""
     original = fields.get("original_max_position_embeddings") or context
     factor = fields.get("factor") or context / original
-    mscale, mscale_all = fields.get("mscale"), fields.get("mscale_all_dim")
+    mscale, mscale_all = fields.pop("mscale", None), fields.get("mscale_all_dim")
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

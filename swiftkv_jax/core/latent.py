@@ -59,7 +59,7 @@ class Latents(Form):
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         latent, (row,) = latent_of(config), made
-        both = jnp.einsum("...r,nrh->...nh", row[..., 0, : latent.rank], kernel_of(reader, row.dtype))
+        both = expanded(row[..., 0, : latent.rank], reader)
         keys, values = jnp.split(both, [latent.plain], axis=-1)
         rotary = row[..., latent.rank : latent.rank + latent.rotary]
         rotary = jnp.broadcast_to(rotary, (*keys.shape[:-1], latent.rotary))
@@ -83,6 +83,11 @@ def latent_of(config: ModelConfig) -> Latent:
     """The sizes of a model's latent attention."""
     assert config.latent is not None  # see `rows.check`
     return config.latent
+
+
+def expanded(made: Float[Array, "*batch R"], p: PyTree) -> Float[Array, "*batch N h"]:
+    """The keys, without their rotary part, and the values of all heads, from normed latents."""
+    return jnp.einsum("...r,nrh->...nh", made, kernel_of(p, made.dtype))
 
 
 def _widened(x: Float[Array, "*batch w"], width: int) -> Float[Array, "*batch W"]:

@@ -8,7 +8,7 @@ float32 and solved in float64. The ridge, which shrinks the maps, is chosen on h
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -205,7 +205,7 @@ def output_weights(config: ModelConfig, kernel: Array) -> Array:
     They are O O^T, summed over the query heads that read the kv head, where O [H, D] is one query head's part
     of the output projection `kernel` [N * H, D].
     """
-    o = kernel.astype(jnp.float32).reshape(config.num_kv_heads, -1, config.head_dim, config.hidden_size)
+    o = kernel.astype(jnp.float32).reshape(config.num_kv_heads, -1, config.value_dim, config.hidden_size)
     return constrain(_einsum("kgid,kgjd->kij", o, o), ". . .")
 
 
@@ -239,21 +239,7 @@ def fit(
       UsageError: there are fewer tokens than regressors.
     """
     config, plan, width = student.config, student.plan, student.config.hidden_size
-    enter = jax.jit(partial(entering, student))
-    kept: list[Batch] = []
-    starts: list[Hidden] = []
-    tokens = [0, 0]  # as in `halves`
-    for number, batch in enumerate(batches):
-        x, count = enter(params, batch)
-        kept.append(batch)
-        starts.append(x)
-        tokens[number % _HELD == _HELD - 1] += int(count)
-    unknowns = width + config.qkv_bias
-    if sum(tokens) < unknowns:
-        given = f"{unknowns} unknowns an output and {sum(tokens)} tokens to find them by"
-        raise UsageError(f"a least-squares start has {given}: raise plan.init_tokens, or plan.init=fold")
-    if ridge is None and (not tokens[1] or tokens[0] < unknowns):
-        ridge = RIDGE
+    kept, starts, ridge, _ = begun(student, params, batches, ridge)
     streams, problems, solved = list(starts), {}, {}
 
     def passed(layer: int, row: int) -> Iterator[tuple[Array, Array]]:
@@ -281,12 +267,48 @@ def fit(
             out[name] = {leaf: like(old, parts[leaf]) for leaf, old in stack[name].items()}
         return out
 
-    made = plan.made_at(plan.depth)
+    return with_rows(student, params, fitted)
+
+
+def with_rows(student: Transformer, params: PyTree, fitted: Callable[[range, PyTree], PyTree]) -> PyTree:
+    """`params` with the rows made at the split as `fitted` gives each stack of them, and a shared norm of
+    ones."""
+    made = student.plan.made_at(student.plan.depth)
     stacks = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
     rows = [fitted(numbers, stack) if numbers.start in made else stack for numbers, stack in stacks]
-    unit = {name: np.full(weight.shape, weight.fill) for name, weight in shared_norm_weights(config).items()}
-    shared = {name: like(params[name], value) for name, value in unit.items()}
+    norm = shared_norm_weights(student.config).items()
+    shared = {name: like(params[name], np.full(weight.shape, weight.fill)) for name, weight in norm}
     return params | {"rows": rows} | shared
+
+
+class Begun(NamedTuple):
+    """The data of a fit: the batches, the hidden states entering the split, the ridge (None: to be chosen),
+    and the number of real tokens."""
+
+    batches: list[Batch]
+    starts: list[Hidden]
+    ridge: float | None
+    tokens: int
+
+
+def begun(student: Transformer, params: PyTree, batches: Iterable[Batch], ridge: float | None) -> Begun:
+    """What `fit` begins with; it raises UsageError if there are fewer tokens than regressors."""
+    enter = jax.jit(partial(entering, student))
+    kept: list[Batch] = []
+    starts: list[Hidden] = []
+    tokens = [0, 0]  # as in `halves`
+    for number, batch in enumerate(batches):
+        x, count = enter(params, batch)
+        kept.append(batch)
+        starts.append(x)
+        tokens[number % _HELD == _HELD - 1] += int(count)
+    unknowns = student.config.hidden_size + student.config.qkv_bias
+    if sum(tokens) < unknowns:
+        given = f"{unknowns} unknowns an output and {sum(tokens)} tokens to find them by"
+        raise UsageError(f"a least-squares start has {given}: raise plan.init_tokens, or plan.init=fold")
+    if ridge is None and (not tokens[1] or tokens[0] < unknowns):
+        ridge = RIDGE
+    return Begun(kept, starts, ridge, sum(tokens))
 
 
 def entering(student: Transformer, params: PyTree, batch: Batch) -> tuple[Hidden, Array]:
@@ -309,12 +331,17 @@ def step(
 ) -> tuple[Hidden, tuple[Array, Array]]:
     """(hidden states leaving a layer of the teacher, the sums of its `products`) of one batch; `start`: those
     entering the split. `alike`: all real tokens count as 1."""
-    n = before(config, unit_norm(config, jnp.float32), start.astype(jnp.float32))
-    n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
+    n = regressors(config, start)
     x, pair, weight = taught(model, params, x, batch)
     if alike:
         weight = jnp.broadcast_to((batch.segments > 0)[..., None], weight.shape).astype(jnp.float32)
     return x, products(n, weight, jnp.stack(pair, axis=-2))
+
+
+def regressors(config: ModelConfig, start: Hidden) -> Float[Array, "B T A"]:
+    """The normalised stream at the split, and a column of ones where makers have biases."""
+    n = before(config, unit_norm(config, jnp.float32), start.astype(jnp.float32))
+    return jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
 
 
 @partial(jax.jit, static_argnums=(0, 1))

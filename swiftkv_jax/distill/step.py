@@ -21,7 +21,7 @@ from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.scan import angles_and_segments, forward, through
 from swiftkv_jax.core.shapes import Array, PyTree
 from swiftkv_jax.core.surgery import check_teacher, is_trained, to_swiftkv
-from swiftkv_jax.distill import least_squares
+from swiftkv_jax.distill import fit_latents, least_squares
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data.loader import Batch
@@ -191,7 +191,8 @@ def init_state(recipe: Recipe, trained: PyTree) -> TrainState:
 def fit(recipe: Recipe, trained: PyTree, frozen: Frozen, batches: Iterable[Batch]) -> PyTree:
     """`trained` with the student's upper rows fitted to its teacher's (distill/least_squares.py)."""
     student, params = recipe.student, merge(trained, frozen.student)
-    fitted = least_squares.fit(student, params, *teacher_of(student, params, frozen), batches)
+    fit = fit_latents.fit if student.config.latent else least_squares.fit
+    fitted = fit(student, params, *teacher_of(student, params, frozen), batches)
     return split_trainable(student, fitted, recipe.trainable)[0]
 
 

@@ -35,19 +35,29 @@ QUICK = ("lengths", "chunk", "window", "bfloat16", "int8_chunk")  # by default; 
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
 
 
+def alone(case: cases.Case, run, **options):
+    """An implementation without its door, which gives keys and values of one pool as one array."""
+    options |= {name: value for name, value in case.options.items() if name != "value"}
+
+    def attend(q, k, v, *rest, **arrays):
+        return run(q, k, k if case.shared else v, *rest, **arrays, **options)[..., : case.shared or None]
+
+    return attend
+
+
 def exact(case: cases.Case, args, arrays) -> np.ndarray:
     """The definition in float64, of the same rounded inputs."""
     with jax.enable_x64(True):
         q, k, v, *rest = args
         wide = [a.astype(jnp.float64) for a in (q, k, v)]
         arrays = {name: None if a is None else a.astype(jnp.float64) for name, a in arrays.items()}
-        run = jax.jit(functools.partial(reference.paged_attention, **case.options))
+        run = jax.jit(alone(case, reference.paged_attention))
         return np.asarray(run(*wide, *rest, **arrays))
 
 
 def interpreted(case: cases.Case, pages: int = 2):
     """The TPU kernel on this CPU."""
-    return functools.partial(pallas_tpu.paged_attention, **case.options, pages=pages, interpret=True)
+    return alone(case, pallas_tpu.paged_attention, pages=pages, interpret=True)
 
 
 def by_xla(case: cases.Case):
