@@ -4,18 +4,11 @@
     python train.py --config configs/deepseek_v2_lite.py --compile-only --topology v5p:2x2x4
     swiftkv plan configs/architectures/deepseek_v2_lite.json --split 15 --share 2
 
-Meant for v5p:2x2x4 or h100:1x1x8. Not run yet; the tests marked `aot` compile it for both. Routers and experts
-stay frozen. A standard model's cache takes 31,104 bytes a token, this student's as much, and with --set
-plan.share=2 (AcrossKV, which the paper has not for latents) 24,192.
+Meant for v5p:2x2x4 or h100:1x1x8. Not run yet; the tests marked `aot` compile it for both. Routers and
+experts stay frozen. The cache takes 31,104 bytes a token; with --set plan.share=2 (AcrossKV, which the paper
+has not tried on latents) 24,192. Shared rows should start with --set plan.init=least_squares.
 """
-
-import dataclasses
 
 from paper_recipe import paper_recipe
 
-from swiftkv_jax.distill.config import MeshConfig
-
 config = paper_recipe("deepseek_v2_lite", "deepseek-ai/DeepSeek-V2-Lite-Chat", split=15)
-config = dataclasses.replace(
-    config, mesh=MeshConfig(fsdp=-1), plan=dataclasses.replace(config.plan, init="least_squares")
-)

@@ -117,7 +117,7 @@ def report(
     The first has FLOPs of prompt tokens in the layers, and cache bytes per token, relative to the full
     model's.
     """
-    count = weights.count(weights.weights(config, KVPlan.standard(config.num_layers)))
+    count = weights.count(weights.weights(config, config.plan()))
     whole = weight_bytes(config, quantization=quantization)
     eight = f" and {quantization}" if quantization else ""
     full, cache = prompt_gflop(config, None, context), cache_bytes_per_token(config)
