@@ -24,6 +24,8 @@ _SIZES = {
     "decoder_attention_heads": 4, "d_kv": 16, "head_dim": 12, "num_mel_bins": 20, "max_source_positions": 50,
     "max_target_positions": 64, "max_position_embeddings": 128, "n_positions": 128, "n_ctx": 128,
     "original_max_position_embeddings": 128, "sliding_window": 24,
+    "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "moe_intermediate_size": 28, "n_routed_experts": 8, "num_experts_per_tok": 3,
 }  # fmt: skip
 
 
