@@ -9,8 +9,9 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -75,40 +76,31 @@ def _our_eval(words: list[str]) -> str:
     return "answers" if "--against" in flags else ""
 
 
-def _command(module: str, compiles: str = "") -> Callable[[], int]:
-    """The command in a module of this folder; with the flag `compiles` it uses no chip of this machine."""
+def _run(module: str, compiles: str = "", claims: bool = False, **options: Any) -> int:
+    """The exit code of a module's `main`. With the flag `compiles` it uses no chip of this machine; `claims`:
+    it wants most of a GPU's memory."""
+    be_quiet()
+    cache_or_compile(compiles)
+    if claims:
+        claim_gpu_memory()
+    return importlib.import_module(f"swiftkv_jax.{module}").main(**options)
 
-    def run() -> int:
-        be_quiet()
-        cache_or_compile(compiles)
-        return importlib.import_module(f"swiftkv_jax.cli.{module}").main()
 
-    return run
+def _run_with_others(module: str, **options: Any) -> int:
+    """`_run` for a command that may be one of several processes of a launcher."""
+    code = _run(module, join=lambda wanted: processes.start(wanted, os.environ), **options)
+    processes.leave(code)
+    return code
 
 
 def train() -> int:
     """Distil a student; the exit code."""
-    be_quiet()
-    cache_or_compile("--compile-only")
-    from swiftkv_jax.cli.train import main
-
-    code = main(join=lambda wanted: processes.start(wanted, os.environ))
-    processes.leave(code)
-    return code
+    return _run_with_others("cli.train", compiles="--compile-only")
 
 
 def serve() -> int:
     """Generate a batch, or serve HTTP; the exit code."""
-    be_quiet()
-    cache_programs()
-    claim_gpu_memory()
-    from swiftkv_jax.server.main import main
-
-    code = main(
-        api_key=os.environ.get("SWIFTKV_API_KEY"), join=lambda wanted: processes.start(wanted, os.environ)
-    )
-    processes.leave(code)
-    return code
+    return _run_with_others("server.main", claims=True, api_key=os.environ.get("SWIFTKV_API_KEY"))
 
 
 def replicas() -> int:
@@ -136,7 +128,7 @@ def kernels() -> int:
 def evaluate() -> int:
     """Compare two models' answers, run our tasks, or lm-eval on our model; the exit code."""
     if module := _our_eval(sys.argv):
-        return _command(module)()
+        return _run(f"cli.{module}")
     if "--version" in sys.argv[1:]:
         return exit_code(lambda: print(f"swiftkv-jax {__version__}"))
     be_quiet()
@@ -203,18 +195,18 @@ def cache_programs() -> None:
         print(f"warning: no compilation cache: {cache} {needs}", file=sys.stderr)
 
 
-convert = _command("convert")
+convert = partial(_run, "cli.convert")
 COMMANDS = {
-    "plan": _command("plan", "--compile-serving"),
-    "distil": _command("distil"),
+    "plan": partial(_run, "cli.plan", "--compile-serving"),
+    "distil": partial(_run, "cli.distil"),
     "train": train,
     "convert": convert,
-    "slim": _command("slim"),
+    "slim": partial(_run, "cli.slim"),
     "serve": serve,
     "replicas": replicas,
     "kernels": kernels,
     "eval": evaluate,
-    "push": _command("push"),
+    "push": partial(_run, "cli.push"),
 }
 MODEL_FLAGS = {
     **dict.fromkeys(("slim", "serve", "replicas", "kernels"), lambda model: ["--model", model]),
