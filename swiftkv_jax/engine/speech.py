@@ -5,14 +5,14 @@
         ...                                                    # run by the engine, as any other
     text = joined(texts)
 
-If no language is given, `language_request` asks the model for it and `language_of` reads the answer.
+If no language is given, `language_request` asks the model for it. `run` does all of this for several inputs.
 """
 
 import dataclasses
 import functools
 import operator
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -65,20 +65,6 @@ class SpeechError(RuntimeError):
         self.transcriptions = transcriptions
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recording:
-    """An audio input as the model takes it.
-
-    Attributes:
-      windows: the frames of each. duration: seconds. given: the rate and channels of the audio before it was
-        resampled and mixed.
-    """
-
-    windows: list[Frames]
-    duration: float
-    given: dict[str, int]
-
-
 def takes_audio(llm) -> bool:
     within = llm.model.config.encoder
     return within is not None and bool(within.mels)
@@ -99,21 +85,6 @@ def settings(llm) -> AudioSettings:
         wanted, made = f"{frames} frames of {within.mels} numbers", f"{how.frames} of {how.mels}"
         raise UsageError(f"the model takes {wanted}, and its preprocessor_config.json makes {made}")
     return how
-
-
-def listen(llm, sound, where: str = "audio", most: int | None = None) -> Recording:
-    """The windows of an audio input as the model takes them; at most `most`."""
-    how, given = settings(llm), audio.read(sound, where)
-    length = audio.resampled_count(len(given.samples), given.rate, how.rate)
-    count = -(-length // how.samples)
-    if most is not None and count > most:  # refused before it takes memory: a low rate makes much of little
-        said = f"{length / how.rate:.0f} s of audio in {count} windows"
-        raise UsageError(f"{where}: {said}; at most {most} may come at once")
-    samples = audio.resampled(given.samples, given.rate, how.rate)
-    frames = [audio.features(window, how) for window in audio.windows(samples, how)]
-    duration = len(samples) / how.rate
-    source = {"rate": given.rate, "channels": given.channels}
-    return Recording(windows=frames, duration=duration, given=source)
 
 
 def speech_tokens(llm) -> Speech:
@@ -181,34 +152,87 @@ def language_request(llm, frames: Frames) -> Request | None:
     return llm.make_request(None, [decoder_start(llm)], params, "audio", **_source_of(frames))
 
 
-def language_of(llm, output: RequestOutput) -> str | None:
-    """The language that the answer to a `language_request` names; None: it failed."""
-    names = {token: code for code, token in speech_tokens(llm).languages}
-    return next((names.get(token) for token in output.outputs[0].token_ids), None)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dictation:
+    """An audio input as the model takes it, and how it is transcribed.
+
+    Attributes:
+      windows: the frames of each. language: its code, None if the model knows only one. question: the request
+        for the language, if it is not given; until it is answered, `language` is the first that the model
+        knows.
+      task, params, previous, where: as of `window_request`; `previous` precedes the first window.
+      about: its duration in seconds, and rate and channels of the audio before it was resampled and mixed.
+    """
+
+    windows: list[Frames]
+    language: str | None
+    question: Request | None
+    task: str
+    params: SamplingParams
+    previous: Sequence[int]
+    where: str
+    about: dict[str, typing.Any]
+
+    def requests(self, llm) -> list[Request]:
+        """The request of each window."""
+        pairs = zip(self.windows, [self.previous, *[()] * (len(self.windows) - 1)], strict=True)
+        options = self.language, self.task, self.params
+        return [window_request(llm, frames, *options, ids, self.where) for frames, ids in pairs]
+
+    def answered(self, llm, tokens: Sequence[int]) -> "Dictation":
+        """The same with the language that the answer to `question` names, if it names one."""
+        codes = {token: code for code, token in speech_tokens(llm).languages}
+        return dataclasses.replace(self, language=next(map(codes.get, tokens), None) or self.language)
 
 
-def spoken_language(llm, recording: Recording, language: str | None) -> tuple[str | None, Request | None]:
-    """(the code of the language of some audio, the request that asks for it, None where it is known). Until
-    it is answered the language is the first that the model knows; None if it knows only one."""
-    codes = [code for code, _ in speech_tokens(llm).languages]
-    if (language := language or speech_tokens(llm).language) is not None:
-        return language_code(language, codes or ["en"]), None
-    return next(iter(codes), None), language_request(llm, recording.windows[0])
-
-
-def requests(
+def listen(
     llm,
-    recording: Recording,
-    language: str | None,
-    task: str,
-    params: SamplingParams | None,
+    sound,
+    language: str | None = None,
+    task: str = "transcribe",
+    params: SamplingParams | None = None,
     previous: Sequence[int] = (),
     where: str = "audio",
-) -> list[Request]:
-    """The request of each window of some audio; `previous`: token ids of the text before it."""
-    known = [previous, *[()] * (len(recording.windows) - 1)]
-    pairs = zip(recording.windows, known, strict=True)
-    return [window_request(llm, frames, language, task, params, ids, where) for frames, ids in pairs]
+    most: int | None = None,
+) -> Dictation:
+    """The dictation of an audio input of at most `most` windows, in a language by its code or name."""
+    how, given = settings(llm), audio.read(sound, where)
+    length = audio.resampled_count(len(given.samples), given.rate, how.rate)
+    count = -(-length // how.samples)
+    if most is not None and count > most:  # refused before it takes memory: a low rate makes much of little
+        said = f"{length / how.rate:.0f} s of audio in {count} windows"
+        raise UsageError(f"{where}: {said}; at most {most} may come at once")
+    samples = audio.resampled(given.samples, given.rate, how.rate)
+    windows = [audio.features(window, how) for window in audio.windows(samples, how)]
+    codes, question = [code for code, _ in speech_tokens(llm).languages], None
+    if (language := language or speech_tokens(llm).language) is not None:
+        language = language_code(language, codes or ["en"])
+    else:
+        language, question = next(iter(codes), None), language_request(llm, windows[0])
+    about = {"duration": len(samples) / how.rate, "rate": given.rate, "channels": given.channels}
+    options = {"task": task, "params": params or GREEDY, "previous": previous, "where": where}
+    return Dictation(windows=windows, language=language, question=question, about=about, **options)
+
+
+def run(llm, dictations: Sequence[Dictation]) -> Iterator[tuple[int, Dictation, list[RequestOutput]]]:
+    """Yield (number, dictation with its language, answers to its windows) of each as it finishes. Where the
+    model fails on the question for the language, that is the only answer."""
+    asking = [i for i, each in enumerate(dictations) if each.question is not None]
+    answers = dict(llm.run([dictations[i].question for i in asking]))
+    known = dict(enumerate(dictations))
+    for number, i in enumerate(asking):
+        if failed(answers[number]):
+            yield i, known.pop(i), [answers[number]]
+        else:
+            known[i] = known[i].answered(llm, answers[number].outputs[0].token_ids)
+    requests = {i: each.requests(llm) for i, each in known.items()}
+    windows = [(i, window) for i, of_one in requests.items() for window in range(len(of_one))]
+    outputs: dict[int, dict[int, RequestOutput]] = {i: {} for i in known}
+    for place, output in llm.run([request for of_one in requests.values() for request in of_one]):
+        i, window = windows[place]
+        outputs[i][window] = output
+        if len(outputs[i]) == len(requests[i]):
+            yield i, known[i], [of_window for _, of_window in sorted(outputs.pop(i).items())]
 
 
 def failed(output: RequestOutput) -> bool:
@@ -272,29 +296,18 @@ def transcribe(
     if not sounds:
         raise UsageError("audio is empty: give at least one file")
     names = [f"audio[{i}]" if len(sounds) > 1 else "audio" for i in range(len(sounds))]
-    recordings = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
-    pairs = [spoken_language(llm, sound, language) for sound in recordings]
-    prompt_tokens(llm, pairs[0][0], task)  # errors are raised before anything runs
-    questions = dict(llm.run([question for _, question in pairs if question is not None]))  # all ask, or none
-    codes = [code for code, _ in pairs]
-    for i, answer in questions.items():
-        codes[i] = language_of(llm, answer) or codes[i]
-    windows_of = [
-        requests(llm, sound, code, task, params, where=name)
-        for sound, code, name in zip(recordings, codes, names, strict=True)
-    ]
-    answers = dict(llm.run([request for windows in windows_of for request in windows]))
-    out, first, wrong = [], 0, []
-    for number, (sound, code) in enumerate(zip(recordings, codes, strict=True)):
-        windows = [answers[i] for i in range(first, first + len(sound.windows))]
+    pairs = zip(sounds, names, strict=True)
+    dictations = [listen(llm, sound, language, task, params, where=name) for sound, name in pairs]
+    prompt_tokens(llm, dictations[0].language, task)  # errors are raised before anything runs
+    done = {i: (each, windows) for i, each, windows in run(llm, dictations)}
+    out, wrong = [], []
+    for i, name in enumerate(names):
+        each, windows = done[i]
         text = joined(window.outputs[0].text for window in windows)
-        source = {"duration": sound.duration, **sound.given}
-        out.append(Transcription(text=text, language=code, windows=windows, **source))
-        first += len(windows)
-        question = [(1, questions[number])] if number in questions else []
-        for window, output in [*question, *enumerate(windows, 1)]:
+        out.append(Transcription(text=text, language=each.language, windows=windows, **each.about))
+        for number, output in enumerate(windows, 1):
             if failed(output):
-                place = f"{names[number]}, window {window} of {len(windows)}"
+                place = f"{name}, window {number} of {len(each.windows)}"
                 wrong.append(f"{place}: {output.outputs[0].error}")
     if wrong:
         raise SpeechError(f"the model failed on {'; '.join(wrong)}", out)

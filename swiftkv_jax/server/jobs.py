@@ -32,22 +32,16 @@ _SHOWN = 20  # broken lines shown in one error
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One line of input: its position, its id (None without one), its prompt, and the checked requests.
+    """One line of input: its position, its id (None without one), its prompt, and the checked work.
 
     `key` changes when the prompt, its parameters or the model do.
-
-    Attributes:
-      requests: one; with audio, one for each window. question: the request for the audio's language, if it is
-        not given; until it is answered, the requests assume one. about_audio: fields of the output line.
     """
 
     index: int
     id: str | int | None
     prompt: dict
-    requests: tuple[Request, ...]
+    work: Request | speech.Dictation
     key: str
-    question: Request | None = None
-    about_audio: dict = dataclasses.field(default_factory=dict)
 
 
 def read_lines(source: str | None) -> list[tuple[int, str]]:
@@ -98,7 +92,7 @@ def make_jobs(
         else:
             jobs.append(job)
             ignored |= unknown
-            seed += job.requests[0].params.n
+            seed += job.work.params.n
     if problems and not skip_bad:
         shown = [f"line {number}: {problem}" for number, problem in sorted(problems.items())[:_SHOWN]]
         rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -139,7 +133,7 @@ def _job(
     if params.max_tokens is None and "max_tokens" not in row:  # not set: at most the default
         capped = min(DEFAULT_MAX_TOKENS, request.params.max_tokens)
         request = dataclasses.replace(request, params=request.params.updated({"max_tokens": capped}))
-    return Job(index, row.get("id"), prompt, (request,), key), unknown
+    return Job(index, row.get("id"), prompt, request, key), unknown
 
 
 def _key(llm, *content) -> str:
@@ -159,40 +153,21 @@ def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, fold
     speech.settings(llm)  # a model without audio is reported before a missing file
     with explained(f"read audio {path}"):
         sound = (folder / os.path.expanduser(path)).read_bytes()
-    recording = speech.listen(llm, sound, f"audio {path}")
-    language, question = speech.spoken_language(llm, recording, prompt.get("language"))
     task = prompt.get("task") or "transcribe"
-    requests = tuple(speech.requests(llm, recording, language, task, params))
+    dictation = speech.listen(llm, sound, prompt.get("language"), task, params, where=f"audio {path}")
+    dictation.requests(llm)  # bad parameters are reported with the line
     key = _key(llm, prompt | {"sha256": hashlib.sha256(sound).hexdigest()}, params)
-    about_audio = {"language": language, "task": task, "duration": recording.duration, **recording.given}
-    return Job(index, name, prompt, requests, key, question, about_audio)
+    return Job(index, name, prompt, dictation, key)
 
 
 def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
     """Yield each job with its answer as it finishes. Languages that are not given are detected first."""
-    asking = [i for i, job in enumerate(jobs) if job.question is not None]
-    answers = dict(llm.run([jobs[i].question for i in asking]))
-    jobs, lost = list(jobs), set()
-    for number, i in enumerate(asking):
-        if speech.failed(answers[number]):
-            lost.add(i)
-            yield jobs[i], speech.whole([answers[number]])
-        else:
-            language = speech.language_of(llm, answers[number])
-            if language is not None:  # else the assumed one stays
-                begun = tuple(speech.prompt_tokens(llm, language, jobs[i].about_audio["task"]))
-                requests = tuple(dataclasses.replace(r, token_ids=begun) for r in jobs[i].requests)
-                about_audio = jobs[i].about_audio | {"language": language}
-                jobs[i] = dataclasses.replace(jobs[i], requests=requests, about_audio=about_audio)
-    left = [(i, job) for i, job in enumerate(jobs) if i not in lost]
-    owners = [(i, number) for i, job in left for number in range(len(job.requests))]
-    waiting: list[dict[int, RequestOutput]] = [{} for _ in jobs]
-    for place, output in llm.run([jobs[i].requests[number] for i, number in owners]):
-        i, number = owners[place]
-        waiting[i][number] = output
-        if len(waiting[i]) == len(jobs[i].requests):
-            windows = [waiting[i].pop(n) for n in range(len(jobs[i].requests))]
-            yield jobs[i], windows[0] if "audio" not in jobs[i].prompt else speech.whole(windows)
+    work: list = [job.work for job in jobs]
+    if not speech.takes_audio(llm):
+        yield from ((jobs[i], output) for i, output in llm.run(work))
+        return
+    for i, dictation, windows in speech.run(llm, work):
+        yield dataclasses.replace(jobs[i], work=dictation), speech.whole(windows)
 
 
 def _parse(line: str) -> dict:
@@ -212,7 +187,9 @@ def output_row(job: Job, output: RequestOutput) -> dict:
     metrics = output.metrics
     row = {"index": job.index, "id": job.id, "key": job.key, "prompt": output.prompt}
     if output.prompt is None:
-        row |= job.prompt | job.about_audio
+        row |= job.prompt
+    if isinstance(job.work, speech.Dictation):
+        row |= {"language": job.work.language, "task": job.work.task} | job.work.about
     completions = [_completion_row(completion) for completion in output.outputs]
     row |= completions[0] | {
         "prompt_tokens": len(output.prompt_token_ids),

@@ -72,36 +72,33 @@ class Listener:
     async def respond(self, call: SpeechCall) -> Response:
         """Run a call; its reserved capacity is released however it ends."""
         with RequestLog(call.request_id, call.client_id) as record:
-            recording, language, question, previous = await self._prepared(call)
-            record.sound = recording.given
-            requests = self._requests(call, recording, language, previous)
-            demand = sum(map(Demand.of, [*requests, *([question] if question else [])]), Demand())
+            dictation, requests = await self._prepared(call)
+            record.sound = {name: dictation.about[name] for name in ("rate", "channels")}
+            questions = [] if dictation.question is None else [dictation.question]
+            demand = sum(map(Demand.of, [*requests, *questions]), Demand())
             with self.service.admit(call.tenant, demand) as ticket:
-                if question is not None:
-                    ((tokens, _),) = await self._run(call, [question], ticket, record)
-                    names = {token: code for code, token in speech.speech_tokens(self.llm).languages}
-                    language = next((names[token] for token in tokens if token in names), language)
-                    requests = self._requests(call, recording, language, previous)
+                if questions:
+                    ((tokens, _),) = await self._run(call, questions, ticket, record)
+                    requests = dictation.answered(self.llm, tokens).requests(self.llm)
                 record.prompt = sum(len(request.token_ids) for request in requests)
                 windows = await self._run(call, requests, ticket, record)
         text = speech.joined(text for _, text in windows)
         if call.body.response_format == "text":
             return PlainTextResponse(f"{text}\n")
-        usage = {"type": "duration", "seconds": round(recording.duration)}
+        usage = {"type": "duration", "seconds": round(dictation.about["duration"])}
         return Response(answers.encode({"text": text, "usage": usage}), media_type="application/json")
 
-    async def _prepared(
-        self, call: SpeechCall
-    ) -> tuple[speech.Recording, str | None, Request | None, Sequence[int]]:
-        """(the audio as the model takes it, its language and the request that asks for it, see
-        `speech.spoken_language`, token ids of the text before). The tokenizer's threads read audio too, off
-        the event loop.
+    async def _prepared(self, call: SpeechCall) -> tuple[speech.Dictation, list[Request]]:
+        """(the audio as the model takes it, the requests of its windows). The tokenizer's threads read audio
+        too, off the event loop.
         """
 
         def work():
-            recording = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
-            spoken = speech.spoken_language(self.llm, recording, call.body.language)
-            return recording, *spoken, self._previous(call)
+            params = speech.GREEDY.updated({"temperature": call.body.temperature or 0.0})
+            options = call.body.language, call.task, params, self._previous(call), "file"
+            most = self.service.settings.max_sequences
+            dictation = speech.listen(self.llm, call.sound, *options, most)
+            return dictation, dictation.requests(self.llm)
 
         try:
             return await self.service.consult(call.tenant, len(call.sound), work)
@@ -118,15 +115,6 @@ class Listener:
             raise UsageError("prompt is text, and this model has no tokenizer")
         most = self.llm.settings.max_model_len // 2 - 1
         return self.llm.tokenizer.encode(f" {text}", add_special_tokens=False)[-most:]
-
-    def _requests(
-        self, call: SpeechCall, recording: speech.Recording, language: str | None, previous: Sequence[int]
-    ) -> list[Request]:
-        params = speech.GREEDY.updated({"temperature": call.body.temperature or 0.0})
-        try:
-            return speech.requests(self.llm, recording, language, call.task, params, previous, "file")
-        except UsageError as error:
-            raise ApiError(400, str(error), "file") from error
 
     async def _run(
         self, call: SpeechCall, requests: list[Request], ticket, record: RequestLog

@@ -81,12 +81,8 @@ def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Answered]]:
     for file in files:
         with explained(f"read {file}"):
             sound = file.read_bytes()
-        frames = speech.listen(llm, sound, str(file)).windows
-        try:
-            (heard,) = speech.transcribe(llm, [sound], None, "transcribe", None)
-        except speech.SpeechError as error:
-            raise UsageError(f"calibration data {file}: {error}") from None
-        pairs = zip(frames, heard.windows, strict=True)
+        ((_, heard, outputs),) = speech.run(llm, [speech.listen(llm, sound, where=str(file))])
+        pairs = zip(heard.windows, outputs, strict=True)
         yield [_Answered(window, len(window) // 2, _read(llm, output)) for window, output in pairs]
 
 
