@@ -57,7 +57,7 @@ def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[d
     yield {name: float(metrics[name]) for name in ("loss", "grad_norm")}
     (seconds,) = medians([lambda: compiled(frozen, state, batch)])
     tokens = made.rows * made.row
-    work = steps.flops_per_token(recipe, made.row // documents) * tokens
+    work = steps.flops_per_token(recipe, made.row // documents)[0] * tokens
     chip = CHIPS.get(jax.devices()[0].device_kind)
     rates = {"tokens_per_s": tokens / seconds, "tflops": work / seconds / 1e12}
     yield {"step_ms": 1e3 * seconds, **rates, "mfu": work / seconds / chip.flops if chip else None}

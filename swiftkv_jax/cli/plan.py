@@ -152,7 +152,7 @@ def fits(
     training = training_bytes(config, split, quantization)
     student = Transformer(config, config.plan(split), config.dtype)
     recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1, "swiftkv", False)
-    work = TOKENS * steps.flops_per_token(recipe, context)
+    work = TOKENS * steps.flops_per_token(recipe, context)[0]
     lines = [
         f"Sequences of {context:,} tokens that fit beside the weights in {MEMORY_FRACTION:.0%} of a chip's "
         f"memory, at split {split};",

@@ -158,7 +158,7 @@ class Run:
             wanted, folder_of_metrics = (experiment.trackers, self.out) if self.first else ((), None)
             started = trackers.start(wanted, experiment.name, self.out, settings)
             context = sum(experiment.data.lengths) // len(experiment.data.lengths)
-            per_token = self.recipe.method.flops(self.recipe, context)
+            per_token, _ = self.recipe.method.flops(self.recipe, context)
             chip = flops.CHIPS.get(jax.devices()[0].device_kind)
             peak, every = chip.flops * mesh.size if chip else None, experiment.log_every
             self.progress = Progress(folder_of_metrics, total, every, per_token, peak, started, self.say)

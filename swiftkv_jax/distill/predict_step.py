@@ -163,22 +163,14 @@ def fit(recipe: Recipe, trained: PyTree, frozen: Frozen, batches: Iterable[Batch
     return trained | {"predictor": placed}
 
 
-def flops_per_token(recipe: Recipe, seq_len: int) -> float:
-    """FLOPs that one step of rows of `seq_len` tokens must do per token: see analysis/flops.py."""
+def flops_per_token(recipe: Recipe, seq_len: int) -> tuple[float, float]:
+    """As `step.flops_per_token`."""
     model, config = parts(recipe)
     base, auxiliary = ((part.config, part.plan) for part in (model.base, model.auxiliary))
     kl, alone = bool(config.kl_weight), bool(config.aux_weight)
-    return flops.prediction_training_flops_per_token(base, auxiliary, model.prediction, seq_len, kl, alone)
+    sizes = base, auxiliary, model.prediction, seq_len
+    again = flops.prediction_recomputed_flops_per_token(*sizes, alone) if recipe.remat else 0.0
+    return flops.prediction_training_flops_per_token(*sizes, kl, alone), again
 
 
-def recomputed_flops_per_token(recipe: Recipe, seq_len: int) -> float:
-    """FLOPs per token that remat adds to such a step: see analysis/flops.py."""
-    model, config = parts(recipe)
-    if not recipe.remat:
-        return 0.0
-    base, auxiliary = ((part.config, part.plan) for part in (model.base, model.auxiliary))
-    alone = bool(config.aux_weight)
-    return flops.prediction_recomputed_flops_per_token(base, auxiliary, model.prediction, seq_len, alone)
-
-
-PREDICT = Method(weight_trees, batch_loss, evaluate_batch, fit, flops_per_token, recomputed_flops_per_token)
+PREDICT = Method(weight_trees, batch_loss, evaluate_batch, fit, flops_per_token)

@@ -60,15 +60,14 @@ class Method(NamedTuple):
       loss: (recipe, trained, frozen, batch, totals) -> (loss, its parts); see `batch_loss`.
       evaluate: (recipe, frozen, trained, batch) -> sums of each row; see `evaluate_batch`.
       fit: (recipe, trained, frozen, batches) -> what trains, with its new rows solved by least squares.
-      flops, recomputed: (recipe, tokens of a row) -> FLOPs a token; see `flops_per_token`.
+      flops: (recipe, tokens of a row) -> FLOPs a token, and those that remat adds; see `flops_per_token`.
     """
 
     trees: Callable[..., tuple[PyTree, Frozen]]
     loss: Callable[..., tuple[Array, dict]]
     evaluate: Callable[..., dict]
     fit: Callable[..., PyTree]
-    flops: Callable[..., float]
-    recomputed: Callable[..., float]
+    flops: Callable[..., tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,18 +435,14 @@ def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
             raise UsageError(f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}")
 
 
-def flops_per_token(recipe: Recipe, seq_len: int) -> float:
-    """FLOPs that one step of rows of `seq_len` tokens must do per token: see analysis/flops.py."""
-    config, plan = recipe.student.config, recipe.student.plan
+def flops_per_token(recipe: Recipe, seq_len: int) -> tuple[float, float]:
+    """(FLOPs that one step of rows of `seq_len` tokens must do per token, FLOPs that remat adds): see
+    analysis/flops.py."""
+    config, plan, trainable = recipe.student.config, recipe.student.plan, recipe.trainable
+    again = flops.recomputed_flops_per_token(config, plan, seq_len, trainable) if recipe.remat else 0.0
     if not recipe.has_teacher:
-        return flops.full_training_flops_per_token(config, seq_len)
-    return flops.training_flops_per_token(config, plan, seq_len, True, recipe.trainable)
+        return flops.full_training_flops_per_token(config, seq_len), again
+    return flops.training_flops_per_token(config, plan, seq_len, True, trainable), again
 
 
-def recomputed_flops_per_token(recipe: Recipe, seq_len: int) -> float:
-    """FLOPs that remat adds to that: see analysis/flops.py."""
-    config, plan = recipe.student.config, recipe.student.plan
-    return flops.recomputed_flops_per_token(config, plan, seq_len, recipe.trainable) if recipe.remat else 0.0
-
-
-DISTIL = Method(weight_trees, batch_loss, evaluate_batch, fit, flops_per_token, recomputed_flops_per_token)
+DISTIL = Method(weight_trees, batch_loss, evaluate_batch, fit, flops_per_token)
