@@ -25,9 +25,6 @@ from swiftkv_jax.kernels.check.supervisor import START
 from swiftkv_jax.kernels.common.case import Call
 from swiftkv_jax.kernels.common.dispatch import ByKind
 
-# Numbers of heads from which a CPU decodes over rows of keys no faster than over keys and values: with
-# float32 rows, and with narrower ones, which save less memory traffic for the same arithmetic.
-MANY_HEADS, MANY_OF_NARROW = 16, 4
 _LOG = logging.getLogger(__name__)
 
 
@@ -153,17 +150,6 @@ def calls_of(
     rows = sum(row.shared_norm for row in plan.rows)
     fill = Call(kind="fill", operation="fused_kv_fill", rows=rows, **makers, **common)
     return [*calls, fill, write]
-
-
-def slower(config: ModelConfig, plan: KVPlan, platform: str, stored: str) -> str:
-    """Why decoding over rows of keys in dtype `stored` saves memory but no time on a platform, or ""."""
-    many = MANY_HEADS if stored == "float32" else MANY_OF_NARROW
-    if platform != "cpu" or "k" not in plan.forms or config.num_heads < many:
-        return ""
-    return (
-        f"rows of keys save memory, not time: {config.num_heads} heads share each row, and from {many} on "
-        f"a CPU spends more on the arithmetic of {stored} rows than it saves in reading"
-    )
 
 
 def in_force(

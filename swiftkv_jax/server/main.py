@@ -392,8 +392,6 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
 
 def _describe(llm, defaults: SamplingParams, name, say) -> None:
     """Print the start-up lines: what runs, on what, and the defaults in force."""
-    from swiftkv_jax.engine.kernels import slower
-
     plan, model = llm.model.plan, llm.model
     kind = plan.description + (", exit head" if model.config.exit_head else "")
     where = f"{len(llm.devices)} x {llm.devices[0].device_kind}"
@@ -411,8 +409,6 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     how = names.pop("how")
     say(f"kernels   {', '.join(f'{kind} {name}' for kind, name in names.items())} ({how})")
     stored = model.dtype if llm.settings.cache_dtype == "auto" else llm.settings.cache_dtype
-    if reason := slower(model.config, plan, llm.devices[0].platform, stored):
-        say(f"note      {reason}")
     forms = [row.form for row in plan.named.rows]
     each = ", ".join(f"{forms.count(form)} as {form}" for form in dict.fromkeys(forms))
     kept = f", {each}" if plan.forms != ("kv",) else ""
