@@ -26,8 +26,7 @@ from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, RowCandidates, candidates, converted, served
 from swiftkv_jax.slim.choose import Choice
-from swiftkv_jax.slim.hybrid import hybrids
-from swiftkv_jax.slim.measure import Reference
+from swiftkv_jax.slim.measure import Reference, hybrids
 
 AUTO, MAX_KL = "auto", 1e-3
 _SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to store all rows of one
