@@ -154,10 +154,11 @@ def test_an_engine_that_fails_is_one_line_and_without_prompts_there_is_none(tmp_
     def fails(*_args):
         raise UsageError("no room for pages")
 
-    made = skv.Transformer(skv.ModelConfig.from_hf(TEACHER), skv.KVPlan.standard(8)), {}, TEACHER, tokenizer
-    assert answers.to_held_out(fails, *made, data, 2, said.append) is None
+    student = skv.Transformer(skv.ModelConfig.from_hf(TEACHER), skv.KVPlan.standard(8))
+    models = answers.StudentAndTeacher(student, {}, TEACHER, tokenizer)
+    assert answers.to_held_out(fails, models, data, 2, said.append) is None
     assert len(said) == 1 and "no room for pages" in said[0]
-    assert answers.to_held_out(fails, *made, data, 0, said.append) is None and len(said) == 1
+    assert answers.to_held_out(fails, models, data, 0, said.append) is None and len(said) == 1
 
 
 def test_held_out_prompts_come_from_all_documents_and_leave_room(tmp_path):

@@ -1,7 +1,6 @@
 """Many answers of the engine: to prompts as they finish, and of a student beside its teacher."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -11,12 +10,10 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.progress import Doing, Say, show, working
 from swiftkv_jax.core.layers import is_linear
 from swiftkv_jax.core.shapes import PyTree
-from swiftkv_jax.distill.answers import Answers
-from swiftkv_jax.distill.start import Student
+from swiftkv_jax.distill.answers import Answers, StudentAndTeacher
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import CompletionOutput, SamplingParams
 from swiftkv_jax.engine.validate import mesh_of
-from swiftkv_jax.text.tokenizer import Tokenizer
 
 Number = TypeVar("Number")
 LANES = 64  # prompts that are answered at a time
@@ -99,22 +96,17 @@ def in_dtype(params: PyTree, dtype: str) -> PyTree:
 
 
 def ask(
-    student: Student,
-    params: PyTree,
-    teacher: Path,
-    tokenizer: Tokenizer,
-    prompts: Sequence[list[int]],
-    tokens: int,
-    say: Say = show,
+    models: StudentAndTeacher, prompts: Sequence[list[int]], tokens: int, say: Say = show
 ) -> tuple[Answers, Answers]:
     """A `distill.answers.Ask`: the engine runs on a student's weights, on the devices where they are."""
     sizes = {"max_model_len": max(map(len, prompts)) + tokens, "max_num_seqs": min(LANES, len(prompts))}
-    parts = {"mesh": mesh_of(params), "tokenizer": tokenizer}
-    generation, dtype = read_generation_config(teacher), student.dtype
-    own = in_dtype(params, dtype)  # trained weights are float32
+    parts = {"mesh": mesh_of(models.params), "tokenizer": models.tokenizer}
+    student, dtype = models.student, models.student.dtype
+    generation = read_generation_config(models.teacher)
+    own = in_dtype(models.params, dtype)  # trained weights are float32
     return beside(
         lambda: LLM.from_model(student, own, generation=generation, **sizes, **parts),
-        lambda: LLM(teacher, dtype=dtype, **sizes, **parts),
+        lambda: LLM(models.teacher, dtype=dtype, **sizes, **parts),
         prompts,
         tokens,
         say,

@@ -32,7 +32,7 @@ from swiftkv_jax.config.model import DTYPES, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.surgery import INITS
 from swiftkv_jax.distill import kernels, start
-from swiftkv_jax.distill.answers import to_held_out
+from swiftkv_jax.distill.answers import StudentAndTeacher, to_held_out
 from swiftkv_jax.distill.config import (
     LEAST_SQUARES,
     MAPS,
@@ -43,7 +43,7 @@ from swiftkv_jax.distill.config import (
     PredictionLossConfig,
 )
 from swiftkv_jax.distill.data.loader import DataConfig, longest_piece
-from swiftkv_jax.distill.report import card, license_of
+from swiftkv_jax.distill.report import Outcome, card, license_of
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 CORPUS = DEMO / "corpus.jsonl.xz"
@@ -181,15 +181,15 @@ def convert(
             made = student.recipe.student
             with working(say, f"exporting to {home.here}"):
                 start.export(home.here, made, student.params, config.dtype, folder, tokenizer.folder)
-            own = made, student.params, folder, tokenizer
-            found = to_held_out(partial(ask, say=say), *own, evaluation, answers, say)
+            models = StudentAndTeacher(made, student.params, folder, tokenizer)
+            asked = to_held_out(partial(ask, say=say), models, evaluation, answers, say)
         named = dataclasses.replace(experiment, name=home.here.name, model=model)
         with explained(f"write to {out}"):
             shown = {
                 f"{length}/{name}": figures[name]
                 for name in ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")
             }
-            page = card(named, made, shown, license_of(folder), {length: longest}, found)
+            page = card(Outcome(named, made, shown, {length: longest}, asked), license_of(folder))
             (home.here / "README.md").write_text(page, encoding="utf-8")
         home.send()
     say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: {serving(home.place)}")

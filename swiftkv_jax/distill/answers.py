@@ -39,9 +39,17 @@ class Answers(NamedTuple):
     nats: list[float]
 
 
-# (student, its weights, the teacher's folder, tokenizer, prompts as ids, most tokens of an answer) -> (the
-# teacher's answers, the student's)
-Ask = Callable[[Student, PyTree, Path, Tokenizer, Sequence[list[int]], int], tuple[Answers, Answers]]
+class StudentAndTeacher(NamedTuple):
+    """A student in memory, and the folder of the teacher that it was made of."""
+
+    student: Student
+    params: PyTree
+    teacher: Path
+    tokenizer: Tokenizer
+
+
+# (models, prompts as ids, most tokens of an answer) -> (the teacher's answers, the student's)
+Ask = Callable[[StudentAndTeacher, Sequence[list[int]], int], tuple[Answers, Answers]]
 
 
 class Pair(NamedTuple):
@@ -163,21 +171,15 @@ def held_out(data: DataConfig, tokenizer: Tokenizer, count: int, tokens: int) ->
 
 
 def to_held_out(
-    ask: Ask,
-    student: Student,
-    params: PyTree,
-    teacher: Path,
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    count: int,
-    say: Say,
+    ask: Ask, models: StudentAndTeacher, data: DataConfig, count: int, say: Say
 ) -> Compared | None:
     """Both models' answers to at most `count` prompts of `data`, reported; None without any, or where the
     engine fails.
 
     Args:
-      teacher: its folder. data: held-out documents; prompt and answer together are no longer than its rows.
+      data: held-out documents; prompt and answer together are no longer than its rows.
     """
+    tokenizer = models.tokenizer
     tokens = min(TOKENS, data.seq_len // 2)
     prompts = held_out(data, tokenizer, count, tokens) if count else []
     try:
@@ -185,7 +187,7 @@ def to_held_out(
             return None
         if jax.process_count() > 1:
             raise UsageError("there are several processes")
-        both = ask(student, params, teacher, tokenizer, prompts, tokens)
+        both = ask(models, prompts, tokens)
     except (UsageError, jax.errors.JaxRuntimeError) as error:  # too little memory beside a run, say
         say(f"no answers, as {first_line(error)}: swiftkv eval STUDENT --against TEACHER compares them later")
         return None

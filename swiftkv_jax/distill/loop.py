@@ -27,7 +27,7 @@ from swiftkv_jax.common.progress import Say, show, working
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.answers import Ask, Compared, to_held_out
+from swiftkv_jax.distill.answers import Ask, Compared, StudentAndTeacher, to_held_out
 from swiftkv_jax.distill.config import Experiment, resolved
 from swiftkv_jax.distill.data.loader import Batch, DataLoader, evaluation_batches, longest_piece
 from swiftkv_jax.distill.progress import Progress
@@ -282,7 +282,8 @@ class Run:
         found = self.answers(ask) if ask else None
         if self.first:
             model, device = self.recipe.student, f"{self.mesh.size} x {jax.devices()[0].device_kind}"
-            report.write(self.out, e, model, evaluation, device, self.folder, self.longest, found)
+            outcome = report.Outcome(e, model, evaluation, self.longest, found)
+            report.write(self.out, outcome, device, self.folder)
         return Result(done, evaluation, self.home.place / "export", answers=found)
 
     def _stops(self, done: int) -> bool:
@@ -386,8 +387,8 @@ class Run:
         if folder is None or e.evaluation is None or not self.recipe.has_teacher:
             return None
         params = steps.merge(self.state.trainable, self.frozen.student)
-        made = self.recipe.student, params, folder, self.tokenizer
-        return to_held_out(ask, *made, e.evaluation, e.answers, self.say)
+        models = StudentAndTeacher(self.recipe.student, params, folder, self.tokenizer)
+        return to_held_out(ask, models, e.evaluation, e.answers, self.say)
 
     def _place(self, batch: Batch) -> Batch:
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from swiftkv_jax.analysis import plots
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
@@ -39,6 +40,21 @@ def metrics_of(run: Path) -> list[dict]:
     return sorted(rows.values(), key=lambda row: row["step"])
 
 
+class Outcome(NamedTuple):
+    """A finished student, for its report and its model card.
+
+    Attributes:
+      evaluation: as `Run.evaluate` has it. longest: tokens of the longest piece that was evaluated at each
+        context length, or would have been. answers: to held-out prompts, if they were asked for.
+    """
+
+    experiment: Experiment
+    model: Transformer | Predicted
+    evaluation: dict[str, float]
+    longest: Mapping[int, int] = MappingProxyType({})
+    answers: Compared | None = None
+
+
 def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]:
     """(quantity, value) pairs of a student relative to its teacher, at prompts of `context` tokens."""
     if isinstance(model, Predicted):
@@ -64,12 +80,9 @@ def too_short(length: int, longest: int) -> str:
     return f"not evaluated at {length:,} tokens: the longest of the held-out documents has {longest:,}"
 
 
-def quality(evaluation: dict[str, float], longest: Mapping[int, int] = MappingProxyType({})) -> list[str]:
-    """The held-out evaluation as a Markdown table, a row for each context length.
-
-    Args:
-      longest: tokens of the longest piece that was evaluated at each length, or would have been.
-    """
+def quality(outcome: Outcome) -> list[str]:
+    """The held-out evaluation as a Markdown table, a row for each context length."""
+    evaluation = outcome.evaluation
     lengths = list(dict.fromkeys(name.rpartition("/")[0] for name in evaluation))
     figures = list(dict.fromkeys(name.rpartition("/")[2] for name in evaluation))
     if not evaluation:
@@ -81,7 +94,7 @@ def quality(evaluation: dict[str, float], longest: Mapping[int, int] = MappingPr
         cells = [evaluation.get(f"{length}/{figure}" if length else figure) for figure in figures]
         shown = [f"{cell:.4f}" if cell is not None else "" for cell in cells]
         lines.append(f"| {f'{length} | ' if named else ''}{' | '.join(shown)} |")
-    for length, tokens in longest.items() if named else ():
+    for length, tokens in outcome.longest.items() if named else ():
         if str(length) not in lengths:
             lines += ["", f"{too_short(length, tokens).capitalize()}."]
         elif tokens < length:
@@ -89,21 +102,13 @@ def quality(evaluation: dict[str, float], longest: Mapping[int, int] = MappingPr
     return lines
 
 
-def page(
-    experiment: Experiment,
-    model: Transformer | Predicted,
-    rows: list[dict],
-    evaluation: dict[str, float],
-    device: str,
-    longest: Mapping[int, int] = MappingProxyType({}),
-    answers: Compared | None = None,
-) -> str:
+def page(outcome: Outcome, rows: list[dict], device: str) -> str:
     """The report of a finished run, in Markdown; `rows` as `metrics_of` gives them, the device by name."""
-    e, steps = experiment, [row for row in rows if "loss" in row]
+    e, steps = outcome.experiment, [row for row in rows if "loss" in row]
     seconds = sum(row["step_seconds"] for row in steps)
     facts = [
         ("teacher", e.model or "random weights"),
-        *about(model, e.data.seq_len),
+        *about(outcome.model, e.data.seq_len),
         ("data", ", ".join(e.data.sources)),
         ("steps", f"{len(steps):,} of {e.data.batch_size} x {e.data.seq_len} tokens"),
         ("tokens that counted", f"{sum(row['tokens'] for row in steps):,.0f}"),
@@ -113,25 +118,19 @@ def page(
     if steps:
         facts.insert(-1, ("loss", f"{steps[0]['loss']:.4f} at first, {steps[-1]['loss']:.4f} at last"))
     lines = [f"# {e.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
-    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation, longest)]
-    lines += ["", *answers.page(pairs=True)] if answers else []
+    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(outcome)]
+    lines += ["", *outcome.answers.page(pairs=True)] if outcome.answers else []
     lines += ["", "![loss by step](loss.png)", "", "## Use", "", "    swiftkv serve export --http", ""]
     lines += ["config.json has every setting, metrics.jsonl every step."]
     return "\n".join(lines) + "\n"
 
 
-def card(
-    experiment: Experiment,
-    model: Transformer | Predicted,
-    evaluation: dict[str, float],
-    license: str | None,
-    longest: Mapping[int, int] = MappingProxyType({}),
-    answers: Compared | None = None,
-) -> str:
+def card(outcome: Outcome, license: str | None) -> str:
     """The README.md of an export: a model card as the Hugging Face hub reads it."""
     from huggingface_hub import ModelCardData
 
-    e, kind = experiment, "swiftkv" if model.plan.skipped_layers else ""
+    e, model = outcome.experiment, outcome.model
+    kind = "swiftkv" if model.plan.skipped_layers else ""
     kind = "kv-prediction" if isinstance(model, Predicted) else kind
     known = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", e.model) is not None and not Path(e.model).exists()
     data = ModelCardData(
@@ -147,8 +146,8 @@ def card(
         teacher = f"[{e.model}](https://huggingface.co/{e.model})" if known else "its teacher"
         lines += [f"A {_METHODS[kind]} student of {teacher}, made with {LIBRARY} {__version__}.", ""]
     lines += [f"* {name}: {value}" for name, value in about(model, e.data.seq_len)]
-    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation, longest), ""]
-    lines += [*answers.page(), ""] if answers else []
+    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(outcome), ""]
+    lines += [*outcome.answers.page(), ""] if outcome.answers else []
     lines += ["## Use", "", f"    pip install {LIBRARY}[serve]", "    swiftkv serve DIR --http", ""]
     if kind == "swiftkv":
         lines += [
@@ -172,24 +171,13 @@ def license_of(folder: Path | None) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def write(
-    run: Path,
-    experiment: Experiment,
-    model: Transformer | Predicted,
-    evaluation: dict[str, float],
-    device: str,
-    teacher: Path | None,
-    longest: Mapping[int, int] = MappingProxyType({}),
-    answers: Compared | None = None,
-) -> None:
-    """Write loss.png, report.md and answers.json into a run's folder, README.md into its export; `longest` as
-    in `quality`."""
+def write(run: Path, outcome: Outcome, device: str, teacher: Path | None) -> None:
+    """Write loss.png, report.md and answers.json into a run's folder, README.md into its export."""
     with explained(f"write to {run}"):
         rows = metrics_of(run)
         plots.training(rows, run / "loss.png")
-        text = page(experiment, model, rows, evaluation, device, longest, answers)
-        (run / "report.md").write_text(text, encoding="utf-8")
-        if answers:
-            (run / "answers.json").write_text(answers.as_json(), encoding="utf-8")
-        text = card(experiment, model, evaluation, license_of(teacher), longest, answers)
+        (run / "report.md").write_text(page(outcome, rows, device), encoding="utf-8")
+        if outcome.answers:
+            (run / "answers.json").write_text(outcome.answers.as_json(), encoding="utf-8")
+        text = card(outcome, license_of(teacher))
         (run / "export" / "README.md").write_text(text, encoding="utf-8")

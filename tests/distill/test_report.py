@@ -73,7 +73,7 @@ def test_the_card_is_one_that_the_hub_reads(run, experiment):
     sources = ("hf://some/set:hard[test]@v1", *experiment.data.sources)
     data = dataclasses.replace(experiment.data, sources=sources)
     named = dataclasses.replace(experiment, model="acme/tiny", data=data)
-    card = ModelCard(report.card(named, student, {"kl": 0.5}, None))
+    card = ModelCard(report.card(report.Outcome(named, student, {"kl": 0.5}), None))
     assert card.data.base_model == "acme/tiny" and card.data.datasets == ["some/set"]
     for name in (card.data.base_model, *card.data.datasets):
         validate_repo_id(name)
