@@ -80,14 +80,14 @@ class Api:
         """OpenAI's legacy completions: texts or token ids in, text out."""
         self._refuse_early(request)
         body, model = await self._read(request, schema.CompletionRequest)
-        call = generate.completion_call(body, _common(request, model), self.settings.max_prompts)
+        call = generate.completion_call(body, _caller(request), model, self.settings.max_prompts)
         return await until_disconnect(request.receive, generate.Generator(model.service).respond(call))
 
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions, by the model's own template."""
         self._refuse_early(request)
         body, model = await self._read(request, schema.ChatRequest)
-        call = generate.chat_call(body, _common(request, model))
+        call = generate.chat_call(body, _caller(request), model)
         return await until_disconnect(request.receive, generate.Generator(model.service).respond(call))
 
     async def transcribe(self, request: Request) -> Response:
@@ -102,7 +102,7 @@ class Api:
         self._refuse_early(request)
         body, sound = await speech.read_form(request, schema.SpeechRequest)
         model = self._model(body.model)
-        call = speech.SpeechCall(body, sound, task, **_caller(request))
+        call = speech.SpeechCall(body, sound, task, _caller(request))
         return await until_disconnect(request.receive, speech.Listener(model.service).respond(call))
 
     def _refuse_early(self, request: Request) -> None:
@@ -229,20 +229,9 @@ class Api:
         return self.models.by_name[name]
 
 
-def _common(request: Request, model: Model) -> dict:
-    """The fields of a call beside its body."""
-    spell = getattr(model.llm.tokenizer, "token_bytes", None)
-    return {
-        "call": _caller(request),
-        "shape": {"model": model.name, "fingerprint": model.fingerprint, "spell": spell},
-    }
-
-
-def _caller(request: Request) -> dict[str, str]:
-    """The caller's tenant, our id of the request, and the client's own."""
+def _caller(request: Request) -> generate.Caller:
     client_id = clip(request.headers.get("x-request-id", ""), 64)
-    scope = request.scope
-    return {"tenant": scope[TENANT], "request_id": scope[REQUEST_ID], "client_id": client_id}
+    return generate.Caller(request.scope[TENANT], request.scope[REQUEST_ID], client_id)
 
 
 def _tokenizer(llm: LLM):

@@ -19,6 +19,7 @@ from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, speci
 from swiftkv_jax.engine.sequence import RULED_OUT, Detokenizer, unfinished, word
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
+from swiftkv_jax.server.served import Model
 from swiftkv_jax.server.service import Service
 from swiftkv_jax.server.streams import Delta, EventStream, Stream
 
@@ -34,6 +35,15 @@ _PLAIN = (  # fields of a body that SamplingParams also has
 _NAMED = re.compile(r"^(?:prompt|messages)(?: \d+)?: (\w+): |^(\w+)")
 
 
+class Caller(typing.NamedTuple):
+    """The sender of a request: the tenant, whose cached prefixes it shares; our id of the request; the
+    client's own, for the log only."""
+
+    tenant: str
+    request_id: str
+    client_id: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A checked request for completions.
@@ -43,7 +53,6 @@ class Call:
       max_tokens: None generates `unsaid` tokens, or fewer if the context leaves no more; 0 only scores.
       unsaid: None fills the context. logprobs: how many of the likeliest tokens; None: none.
       echo: the prompt comes first.
-      tenant: the key whose cached prefixes it shares. client_id: the caller's own id, for the log only.
     """
 
     body: schema.Sampling
@@ -54,9 +63,7 @@ class Call:
     logprobs: int | None
     echo: bool
     unsaid: int | None
-    tenant: str
-    request_id: str
-    client_id: str
+    caller: Caller
 
     @property
     def n(self) -> int:
@@ -68,7 +75,7 @@ class Call:
         return bool(options and options.include_usage)
 
 
-def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: int) -> Call:
+def completion_call(body: schema.CompletionRequest, caller: Caller, model: Model, most_prompts: int) -> Call:
     """Check the body of a completion. Raises ApiError: 400."""
     _check_stream(body)
     if body.max_tokens == 0 and not body.echo:
@@ -76,12 +83,12 @@ def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: 
     kind = {"add_special_tokens": body.add_special_tokens}
     prompts = schema.prompts(body.prompt, most_prompts)
     prompts = [{"prompt": each} | kind if isinstance(each, str) else each for each in prompts]
-    shape = _shape(answers.CompletionShape, "cmpl", common)
+    shape = _shape(answers.CompletionShape, "cmpl", caller, model)
     echo = bool(body.echo)
-    return Call(body, shape, prompts, "prompt", body.max_tokens, body.logprobs, echo, 16, **common["call"])
+    return Call(body, shape, prompts, "prompt", body.max_tokens, body.logprobs, echo, 16, caller)
 
 
-def chat_call(body: schema.ChatRequest, common: dict) -> Call:
+def chat_call(body: schema.ChatRequest, caller: Caller, model: Model) -> Call:
     """Check the body of a chat. Raises ApiError: 400."""
     _check_stream(body)
     if body.top_logprobs and not body.logprobs:
@@ -90,9 +97,9 @@ def chat_call(body: schema.ChatRequest, common: dict) -> Call:
         raise ApiError(400, "max_tokens: must be at least 1", "max_tokens")
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
-    shape = _shape(answers.ChatShape, "chatcmpl", common, top=wanted or 0)
+    shape = _shape(answers.ChatShape, "chatcmpl", caller, model, top=wanted or 0)
     chat = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
-    return Call(body, shape, [chat], "messages", limit, wanted, False, None, **common["call"])
+    return Call(body, shape, [chat], "messages", limit, wanted, False, None, caller)
 
 
 def _check_stream(body: schema.Sampling) -> None:
@@ -100,8 +107,10 @@ def _check_stream(body: schema.Sampling) -> None:
         raise ApiError(400, "stream_options: needs stream to be true", "stream_options")
 
 
-def _shape(kind, prefix: str, common: dict, **fields):
-    return kind(id=f"{prefix}-{common['call']['request_id']}", **common["shape"], **fields)
+def _shape(kind, prefix: str, caller: Caller, model: Model, **fields):
+    spell = getattr(model.llm.tokenizer, "token_bytes", None)
+    fields |= {"id": f"{prefix}-{caller.request_id}", "fingerprint": model.fingerprint, "spell": spell}
+    return kind(model=model.name, **fields)
 
 
 class Generator:
@@ -114,11 +123,13 @@ class Generator:
         """Run a call; its reserved capacity is released however it ends."""
         self._check_size(call)
         async with AsyncExitStack() as stack:
-            record = stack.enter_context(RequestLog(call.request_id, call.client_id))
+            record = stack.enter_context(RequestLog(call.caller))
             guess = _demand(call, self.llm.settings.max_model_len)
-            ticket = stack.enter_context(self.service.admit(call.tenant, guess))
+            ticket = stack.enter_context(self.service.admit(call.caller.tenant, guess))
             total = sum(map(size, call.prompts))
-            requests = await self.service.encode(call.tenant, total, lambda: make_requests(self.llm, call))
+            requests = await self.service.encode(
+                call.caller.tenant, total, lambda: make_requests(self.llm, call)
+            )
             self.service.admission.update(ticket, sum(map(Demand.of, requests), Demand()))
             record.prompt = sum(len(request.token_ids) for request in requests)
             openings = await self._openings(call, requests)
@@ -163,18 +174,20 @@ class Generator:
             if not self.llm.scorable:
                 raise ApiError(400, "echo: this model cannot score prompts: leave out logprobs", "echo")
             try:
-                scored = await self.service.score(call.tenant, ids, call.logprobs)
+                scored = await self.service.score(call.caller.tenant, ids, call.logprobs)
             except FloatingPointError as error:
-                raise model_failed(call.request_id, str(error)) from None
+                raise model_failed(call.caller.request_id, str(error)) from None
             first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=word(self.llm.tokenizer, ids[0]))}
             entries = [first, *(entry or {} for entry in scored[1:])]
         text = request.prompt
         if text is None:
-            text = await self.service.encode(call.tenant, size(ids), lambda: _text(self.llm, ids))
+            text = await self.service.encode(call.caller.tenant, size(ids), lambda: _text(self.llm, ids))
             if call.max_tokens != 0 and text.endswith("\ufffd") and unfinished(self.llm.tokenizer, list(ids)):
                 text = text[:-1]  # of a character that the output completes
         if entries is not None:
-            offsets = await self.service.encode(call.tenant, size(ids), lambda: _offsets(self.llm, ids, text))
+            offsets = await self.service.encode(
+                call.caller.tenant, size(ids), lambda: _offsets(self.llm, ids, text)
+            )
         return CompletionOutput(
             index=0,
             text=text,
@@ -198,7 +211,7 @@ class Generator:
             if delta.error == RULED_OUT:
                 raise ApiError(400, RULED_OUT, "allowed_token_ids")
             if delta.finish_reason == "error":
-                raise model_failed(call.request_id, delta.error)
+                raise model_failed(call.caller.request_id, delta.error)
             if openings and delta.offsets:
                 before = len(openings[number].text)
                 delta = dataclasses.replace(delta, offsets=[before + offset for offset in delta.offsets])
@@ -216,8 +229,7 @@ class RequestLog:
     """The content of a request's one log line; `sound`: the rate and channels of a transcription's audio as
     given."""
 
-    request_id: str
-    client_id: str
+    caller: Caller
     prompt: int = 0
     completion: int = 0
     cached: int = 0
@@ -238,8 +250,8 @@ class RequestLog:
         status = 200 if error is None else 499 if isinstance(error, asyncio.CancelledError) else 500
         record = {
             "status": error.status if isinstance(error, ApiError) else status,
-            "request": self.request_id,
-            "client": self.client_id,
+            "request": self.caller.request_id,
+            "client": self.caller.client_id,
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "finished": sorted(self.reasons - {""}),
@@ -259,7 +271,7 @@ def make_requests(llm: LLM, call: Call) -> list[Request]:
             where = call.where if len(call.prompts) == 1 else f"{call.where} {number}"
             if call.where == "messages":
                 refuse_control_tokens(llm, prompt["messages"])
-            request = llm.request(prompt, params, where, f"{call.tenant}:{call.body.cache_salt or ''}")
+            request = llm.request(prompt, params, where, f"{call.caller.tenant}:{call.body.cache_salt or ''}")
             if call.max_tokens is None and call.unsaid is not None:
                 most = min(call.unsaid, request.max_length - len(request.token_ids))
                 request = dataclasses.replace(request, params=request.params.updated({"max_tokens": most}))

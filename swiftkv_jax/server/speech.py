@@ -19,7 +19,7 @@ from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Request
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import ApiError
-from swiftkv_jax.server.generate import RequestLog, model_failed
+from swiftkv_jax.server.generate import Caller, RequestLog, model_failed
 from swiftkv_jax.server.service import Service
 
 MULTIPART = "multipart/form-data"
@@ -31,15 +31,13 @@ class SpeechCall:
     """A checked request for the text of an audio file.
 
     Attributes:
-      sound: the file's bytes. task: "transcribe" or "translate". The rest as in `generate.Call`.
+      sound: the file's bytes. task: "transcribe" or "translate".
     """
 
     body: schema.SpeechRequest
     sound: bytes
     task: str
-    tenant: str
-    request_id: str
-    client_id: str
+    caller: Caller
 
 
 async def read_form(request: HttpRequest, kind: type[schema.Body]) -> tuple[schema.Body, bytes]:
@@ -71,12 +69,12 @@ class Listener:
 
     async def respond(self, call: SpeechCall) -> Response:
         """Run a call; its reserved capacity is released however it ends."""
-        with RequestLog(call.request_id, call.client_id) as record:
+        with RequestLog(call.caller) as record:
             dictation, requests = await self._prepared(call)
             record.sound = {name: dictation.about[name] for name in ("rate", "channels")}
             questions = [] if dictation.question is None else [dictation.question]
             demand = sum(map(Demand.of, [*requests, *questions]), Demand())
-            with self.service.admit(call.tenant, demand) as ticket:
+            with self.service.admit(call.caller.tenant, demand) as ticket:
                 if questions:
                     ((tokens, _),) = await self._run(call, questions, ticket, record)
                     requests = dictation.answered(self.llm, tokens).requests(self.llm)
@@ -101,7 +99,7 @@ class Listener:
             return dictation, dictation.requests(self.llm)
 
         try:
-            return await self.service.consult(call.tenant, len(call.sound), work)
+            return await self.service.consult(call.caller.tenant, len(call.sound), work)
         except UsageError as error:
             name = next((n for n in ("language", "prompt") if f"{n} " in str(error)[:40]), "file")
             raise ApiError(400, str(error), name) from error
@@ -129,5 +127,5 @@ class Listener:
                 record.completion += len(delta.token_ids)
                 record.reasons.add(delta.finish_reason or "")
                 if delta.finish_reason == "error":
-                    raise model_failed(call.request_id, delta.error)
+                    raise model_failed(call.caller.request_id, delta.error)
         return list(zip(tokens, texts, strict=True))
