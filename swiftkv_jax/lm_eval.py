@@ -157,8 +157,8 @@ class SwiftKV(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Generate texts up to a stop; all requests form one batch, whatever their arguments."""
         prompts, params = [], []
-        for context, given in (r.args for r in requests):
-            chosen = self.sampling(given)
+        for context, options in (r.args for r in requests):
+            chosen = self.sampling(options)
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(ids[-(self.max_length - (chosen.max_tokens or 0)) :])
             params.append(chosen)
@@ -172,9 +172,9 @@ class SwiftKV(TemplateLM):
         outputs = self.llm.generate(prompts, params, use_tqdm=not quiet)
         return [output.outputs[0].text for output in outputs]
 
-    def sampling(self, given: dict) -> SamplingParams:
+    def sampling(self, options: dict) -> SamplingParams:
         """The model's own defaults, overridden by a task's generation_kwargs."""
-        kwargs = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        kwargs = dict(normalize_gen_kwargs(options, self.max_gen_toks))
         until = handle_stop_sequences(kwargs["until"], eos=self.tokenizer.eos_token)
         most = kwargs["max_gen_toks"]
         if most >= self.max_length:

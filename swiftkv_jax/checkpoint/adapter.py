@@ -85,12 +85,12 @@ def from_pretrained(
         return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim, quantization=quantization)
     version, named, stored, prediction = _read(folder / ADAPTER)
     home = _base_folder(folder, named, base)
-    how = {"slim": False, "quantization": quantization}  # it predicts keys and values
-    base_model, base_params = hf.from_pretrained(home, dtype, mesh, cuts, **how)
+    options = {"slim": False, "quantization": quantization}  # it predicts keys and values
+    base_model, base_params = hf.from_pretrained(home, dtype, mesh, cuts, **options)
     if fingerprint(home, version) != stored:
         raise UsageError(f"{home} is not the model that {folder} was made for: give it by --base (base=)")
     check_tokenizers(home, folder / AUXILIARY)
-    auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, base_model.dtype, mesh, cuts, **how)
+    auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, base_model.dtype, mesh, cuts, **options)
     model = Predicted(base_model, auxiliary, prediction)
     predictor = _load_predictor(folder, model, mesh, cuts)
     return model, {"base": base_params, "auxiliary": aux_params, "predictor": predictor}
@@ -141,11 +141,11 @@ def save_adapter(
 ) -> None:
     """Write the auxiliary and the predictor, in float32, and which base they are for, as `save_pretrained`
     says. A path of the base that leads there from the adapter's folder is kept relative."""
-    given = base or model.base.config.source
-    if given is None:
+    source = base or model.base.config.source
+    if source is None:
         raise UsageError("an adapter names its base's folder, and this base was read from none: give base")
     out = Path(out_dir).expanduser().absolute()
-    named = str(given if (out / given).exists() or not Path(given).exists() else Path(given).absolute())
+    named = str(source if (out / source).exists() or not Path(source).exists() else Path(source).absolute())
     home = _base_folder(out, named, None)
     lacks = model.auxiliary.config.source is None and has_tokenizer(home)
     theirs = tokenizer or (home if lacks else None)

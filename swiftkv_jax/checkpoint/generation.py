@@ -117,20 +117,20 @@ def _speech(raw: Mapping) -> Speech:
         )
 
     def listed(field: str) -> tuple[int, ...]:
-        found = raw.get(field) or []
-        if not isinstance(found, list):
+        ids = raw.get(field) or []
+        if not isinstance(ids, list):
             raise UsageError(f"generation_config.json: {field} must be a list of token ids")
-        return tuple(integer(f"generation_config.json: {field}", token) for token in found if token != -1)
+        return tuple(integer(f"generation_config.json: {field}", token) for token in ids if token != -1)
 
-    def one(field: str) -> int | None:
+    def optional(field: str) -> int | None:
         value = raw.get(field)
         return None if value is None else integer(f"generation_config.json: {field}", value, 0)
 
     return Speech(
         languages=named("lang_to_id"),
         tasks=named("task_to_id"),
-        no_timestamps=one("no_timestamps_token_id"),
-        previous=one("prev_sot_token_id"),
+        no_timestamps=optional("no_timestamps_token_id"),
+        previous=optional("prev_sot_token_id"),
         language=None if raw.get("language") is None else str(raw["language"]).strip("<|>"),
         suppressed=listed("suppress_tokens"),
         first_suppressed=listed("begin_suppress_tokens"),

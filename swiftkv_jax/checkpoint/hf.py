@@ -210,7 +210,7 @@ def open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path,
     absent = [f"{tensor} (in {name})" for tensor, name in where.items() if tensor not in files[name]]
     if absent:
         raise UsageError(f"{folder / INDEX} places tensors in files that lack them: {_shorten(absent)}")
-    out = {tensor: found for opened in files.values() for tensor, found in opened.items()}
+    out = {name: tensor for opened in files.values() for name, tensor in opened.items()}
     return out | {tensor: files[name][tensor] for tensor, name in where.items()}
 
 

@@ -58,11 +58,11 @@ def _run(args: argparse.Namespace) -> None:
         read,
         args.tokens,
     )
-    found = compared(own, its, [tokenizers[0].decode(ids) for ids in read], args.tokens)
-    show(found.report(pairs=True))
+    result = compared(own, its, [tokenizers[0].decode(ids) for ids in read], args.tokens)
+    show(result.report(pairs=True))
     if args.out:
         with explained(f"write to {args.out}"):
-            args.out.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in found.pairs))
+            args.out.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in result.pairs))
 
 
 def check_alike(models: Sequence[str], read: Sequence[Sequence]) -> None:

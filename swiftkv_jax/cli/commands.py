@@ -163,11 +163,11 @@ def claim_gpu_memory() -> None:
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     reader.add_argument("--memory-fraction", type=float, default=MEMORY_FRACTION)
     try:
-        given = reader.parse_known_args(sys.argv[1:])[0].memory_fraction
+        share = reader.parse_known_args(sys.argv[1:])[0].memory_fraction
     except argparse.ArgumentError:  # the command's own parser reports it, with a remedy
         return
-    if 0 < given <= 1:
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(given)
+    if 0 < share <= 1:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(share)
 
 
 def cache_or_compile(flag: str) -> None:

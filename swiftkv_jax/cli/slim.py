@@ -64,14 +64,14 @@ def convert(args: argparse.Namespace) -> dict:
     if args.forms in refused:
         raise UsageError(f"rows cannot be stored as {args.forms!r}: {refused[args.forms]}; use --forms auto")
     forms = [form for form in wanted if form not in refused]
-    what = ", ".join(args.audio) or args.text or texts.DEFAULT.name
+    text = ", ".join(args.audio) or args.text or texts.DEFAULT.name
     if plan.cross:
-        with working(show, f"generating the model's answers to {what}") as doing:
+        with working(show, f"generating the model's answers to {text}") as doing:
             fit, kept = sources.read(args.text, args.audio, folder, plain, params, doing)
     elif args.audio:
         raise UsageError(f"--audio is for models that take audio, and {config.family} reads text")
     else:
-        with working(show, f"reading {what}"):
+        with working(show, f"reading {text}"):
             fit, kept = texts.read(args.text, folder, config)
     with working(show, f"fitting rows on {fit.count:,} tokens") as doing:
         fitted = candidates(plain, params, fit, kept, forms, dtype)
@@ -145,9 +145,9 @@ def _every_row(plan: KVPlan, rows: list[RowCandidates], cost) -> dict[str, dict[
             parts[f"{name} "] = [row for row in rows if plan.rows[row.row].space == space]
     out = {}
     for name, part in parts.items():
-        ways = [{(c.form, c.how): c for c in row.candidates} for row in part]
-        shared = [way for way in ways[0] if all(way in each for each in ways)]
-        out |= {name + " ".join(way): _pair(cost([each[way] for each in ways])) for way in shared}
+        candidates_of = [{(c.form, c.how): c for c in row.candidates} for row in part]
+        shared = [way for way in candidates_of[0] if all(way in each for each in candidates_of)]
+        out |= {name + " ".join(way): _pair(cost([each[way] for each in candidates_of])) for way in shared}
     return out
 
 
@@ -190,8 +190,8 @@ def _print(result: dict) -> None:
         for each in row["candidates"]:
             taken = (each["form"], each["matrix"]) == (row["form"], row["matrix"])
             errors = "  ".join(f"{each[name]:.1e}" for name in ("error", "output_error", "kl"))
-            how = f"{each['form']:4}  {each['matrix'] or '-':10}  "
-            print(f"{head}{how}{errors}   {each['agreement']:.3f}" + ("  <- taken" if taken else ""))
+            stored = f"{each['form']:4}  {each['matrix'] or '-':10}  "
+            print(f"{head}{stored}{errors}   {each['agreement']:.3f}" + ("  <- taken" if taken else ""))
         if row["form"] == "kv":
             print(f"{head}kv    {row['why']}")
     for form, why in result["refused"].items():
@@ -202,8 +202,8 @@ def _print(result: dict) -> None:
         part, _, rest = way.partition(" ")
         distances[f"every {part} row {rest}" if part in _SPACES.values() else f"every row {way}"] = measured
     distances[f"keys and values in {result['cache_dtype']}"] = result["keys_and_values"]
-    for what, measured in (distances | {"converted": result["whole"]}).items():
-        print(f"{what}: KL {measured['kl']:.1e}, agreement {measured['agreement']:.3f}")
+    for title, measured in (distances | {"converted": result["whole"]}).items():
+        print(f"{title}: KL {measured['kl']:.1e}, agreement {measured['agreement']:.3f}")
     print(f"{sizes['now']} bytes per token instead of {sizes['kv']}")
     if result["bytes_per_position"]["kv"]:
         sizes = result["bytes_per_position"]
@@ -212,11 +212,11 @@ def _print(result: dict) -> None:
 
 def _curves(rows: list[dict]) -> dict[str, list[float]]:
     """Errors by row of each way of storing it, NaN where a row has none."""
-    ways = [
+    errors = [
         {f"{c['form']} {c['matrix']}": c["error"] for c in row["candidates"] if c["matrix"]} for row in rows
     ]
-    names = dict.fromkeys(name for each in ways for name in each)
-    return {name: [each.get(name, math.nan) for each in ways] for name in names}
+    names = dict.fromkeys(name for each in errors for name in each)
+    return {name: [each.get(name, math.nan) for each in errors] for name in names}
 
 
 def main(argv: list[str] | None = None) -> int:

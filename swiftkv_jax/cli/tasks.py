@@ -84,8 +84,8 @@ def _run(args: argparse.Namespace) -> None:
             file = stack.enter_context(open(args.out or os.devnull, "a+", encoding="utf-8"))
         known = _written(file)
         for model, dtype in zip(models, (args.cache_dtype, "auto"), strict=False):
-            how = {"model": model, "cache_dtype": dtype, "tokens": args.tokens}
-            rows = {place: how | _named(place, item) for place, item in items.items()}
+            settings = {"model": model, "cache_dtype": dtype, "tokens": args.tokens}
+            rows = {place: settings | _named(place, item) for place, item in items.items()}
             keys.append({place: json.dumps(row) for place, row in rows.items()})
             left = {place: read[0][place] for place, key in keys[-1].items() if key not in known}
             sizes: dict[str, Any] = {"max_num_seqs": lanes, "cache_dtype": dtype}
@@ -108,8 +108,8 @@ def reading(tokenizer: Tokenizer, name: str, _number: int, item: dict) -> Readin
     if isinstance(asked, str):
         ids = ids_of(tokenizer, [{"role": "user", "content": asked}])
         return [(ids, len(ids))]
-    given = len(tokenizer.encode(asked.context.rstrip()))
-    return [(tokenizer.encode(f"{asked.context} {ending}"), given) for ending in asked.endings]
+    context = len(tokenizer.encode(asked.context.rstrip()))
+    return [(tokenizer.encode(f"{asked.context} {ending}"), context) for ending in asked.endings]
 
 
 def _answers(llm: LLM, model: str, left: Mapping[Place, Reading], tokens: int) -> Iterator[tuple[Place, Any]]:

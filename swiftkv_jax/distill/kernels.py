@@ -60,8 +60,8 @@ def choose(
         return json.dumps(choices[-1] if same else safe)
 
     most = 2 * (limits.total + 2 * START)  # of a base and its auxiliary
-    name, how = json.loads(processes.text_from_first("swiftkv/kernels/train", name_and_how, most))
-    return name, how
+    name, origin = json.loads(processes.text_from_first("swiftkv/kernels/train", name_and_how, most))
+    return name, origin
 
 
 def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:
@@ -73,11 +73,11 @@ def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:
 def _calls(experiment: Experiment) -> list[Call]:
     """The attention call of one row on one device, for each model that trains or is read, if all can be
     checked (none with a soft cap of scores can); models of equal heads share one."""
-    given = experiment.predict
+    predict = experiment.predict
     try:
         configs = [experiment.architecture or ModelConfig.from_hf(local_folder(experiment.model))]
-        if given is not None and given.auxiliary:
-            configs.append(given.architecture or ModelConfig.from_hf(local_folder(given.auxiliary)))
+        if predict is not None and predict.auxiliary:
+            configs.append(predict.architecture or ModelConfig.from_hf(local_folder(predict.auxiliary)))
     except UsageError:
         return []
     if any(config.encoder is not None or config.attention_softcap for config in configs):

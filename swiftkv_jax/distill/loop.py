@@ -178,11 +178,11 @@ class Run:
                 self.to_fit = False
                 self.say(f"resumed from step {done}")
 
-    def _first(self, what: str) -> bool:
+    def _first(self, program: str) -> bool:
         """Whether a program runs for the first time, and so compiles."""
-        if what in self.compiled:
+        if program in self.compiled:
             return False
-        self.compiled.add(what)
+        self.compiled.add(program)
         return True
 
     def go(self, ask: Ask | None = None) -> Result:
@@ -279,12 +279,12 @@ class Run:
         if evaluation:
             self.progress.evaluation(done, evaluation)
         self.export(self.out / "export")
-        found = self.answers(ask) if ask else None
+        answers = self.answers(ask) if ask else None
         if self.first:
             model, device = self.recipe.student, f"{self.mesh.size} x {jax.devices()[0].device_kind}"
-            outcome = report.Outcome(e, model, evaluation, self.longest, found)
+            outcome = report.Outcome(e, model, evaluation, self.longest, answers)
             report.write(self.out, outcome, device, self.folder)
-        return Result(done, evaluation, self.home.place / "export", answers=found)
+        return Result(done, evaluation, self.home.place / "export", answers=answers)
 
     def _stops(self, done: int) -> bool:
         """Whether all of several processes stop after step `done`, as one of them cannot go on."""

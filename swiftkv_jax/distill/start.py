@@ -39,9 +39,9 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
     for name, (model, _) in zip(("model", "auxiliary"), loaded, strict=False):
         check_vocabulary(tokenizer, model.config, name)
         most = model.config.max_position_embeddings
-        for what, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
+        for part, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
             if data is not None and model.config.learned_positions and data.seq_len > most:
-                raise UsageError(f"{what}.seq_len {data.seq_len} is more than the {name}'s {most} positions")
+                raise UsageError(f"{part}.seq_len {data.seq_len} is more than the {name}'s {most} positions")
     return loaded
 
 
@@ -66,8 +66,8 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
         surgery.check_experts(config, mesh.shape["tensor"])
         plan = experiment.plan.build(config)
         cuts = (plan.depth,) if plan.has_shared_norm else ()
-        how = experiment.quantization if experiment.trainable in ("swiftkv", "upper") else "dequantize"
-        model, params = from_pretrained(folder, experiment.dtype, mesh, cuts, quantization=how)
+        reading = experiment.quantization if experiment.trainable in ("swiftkv", "upper") else "dequantize"
+        model, params = from_pretrained(folder, experiment.dtype, mesh, cuts, quantization=reading)
         return surgery.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)
     config = experiment.architecture
     assert config is not None  # an Experiment without a model has an architecture
@@ -103,15 +103,15 @@ def abstract_student(experiment: Experiment) -> Student:
     config = experiment.architecture or ModelConfig.from_hf(experiment.model)
     plan = experiment.plan.build(config)
     config = dataclasses.replace(config, exit_head=experiment.loss.exit_weight > 0)
-    model, given = Transformer(config, plan, experiment.dtype), experiment.predict
-    if given is None:
+    model, predict = Transformer(config, plan, experiment.dtype), experiment.predict
+    if predict is None:
         return surgery.pruned(model, experiment.keep) if experiment.keep else model
-    if given.keep:
-        auxiliary = surgery.pruned(model, given.keep)
+    if predict.keep:
+        auxiliary = surgery.pruned(model, predict.keep)
     else:
-        config = given.architecture or ModelConfig.from_hf(given.auxiliary)
+        config = predict.architecture or ModelConfig.from_hf(predict.auxiliary)
         auxiliary = Transformer(config, config.plan(), experiment.dtype)
-    return Predicted(model, auxiliary, given.build(model.plan, auxiliary.plan))
+    return Predicted(model, auxiliary, predict.build(model.plan, auxiliary.plan))
 
 
 def make_recipe(experiment: Experiment, student: Student, total: int) -> steps.Recipe:

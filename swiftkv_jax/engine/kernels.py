@@ -62,22 +62,22 @@ def choose(
       machine: the target machine, by default this one. folder: where decisions are kept. limits: of a check.
     """
     machine = machine or this_machine()
-    given, own = ({}, {}) if settings.kernels == SAFE else named(settings.kernels)
+    fixed, own = ({}, {}) if settings.kernels == SAFE else named(settings.kernels)
     if not (plan.has_fill and config.fused_fill) and "fill" not in own:  # no row for it to make
-        given.pop("fill", None)
+        fixed.pop("fill", None)
 
     def chosen(names: Mapping[str, str], how: str, decision: Decision | None = None) -> Choice:
         """These names for the operations that have none."""
-        names = {**names, **given}
+        names = {**names, **fixed}
         parts = [f"{kind}={names[kind]}" for kind in OPERATIONS if names.get(kind, UNFUSED) != UNFUSED]
         return Choice(dataclasses.replace(settings, kernels=",".join(parts) or AUTO), how, decision)
 
     every = calls_of(config, plan, dtype, settings, shards)
-    calls = [call for call in every if call.kind in CANDIDATES[machine.platform] and call.kind not in given]
+    calls = [call for call in every if call.kind in CANDIDATES[machine.platform] and call.kind not in fixed]
     if every and not calls:
         return chosen({}, "named")
     if machine.platform == "cpu" and settings.kernels != SAFE:
-        return chosen({}, "named, or this platform's" if {*given} - {"scoring"} else "this platform's")
+        return chosen({}, "named, or this platform's" if {*fixed} - {"scoring"} else "this platform's")
     safe = {kind: names[0] for kind, names in CANDIDATES[machine.platform].items()}
     safe |= {call.kind: known(call, CANDIDATES[machine.platform][call.kind])[0] for call in calls}
     if settings.kernels == SAFE or not calls:

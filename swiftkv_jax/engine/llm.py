@@ -116,8 +116,8 @@ class LLM:
         chosen = choose_kernels(folder, *sizes, slim=slim, base=base, **settings)  # before JAX has devices
         if tensor_parallel_size != 1 and mesh is None:
             mesh = tensor_mesh(tensor_parallel_size)
-        how = {"base": base, "slim": slim, "quantization": quantization}
-        model, params = from_pretrained(folder, dtype, mesh, cuts=None, **how)
+        options = {"base": base, "slim": slim, "quantization": quantization}
+        model, params = from_pretrained(folder, dtype, mesh, cuts=None, **options)
         model, params = for_serving(model, params)  # here, so that the first weights are freed
         params = by_token(params) if flag("eight_bit_activations", eight_bit_activations) else params
         check_fill(model, **settings)
@@ -469,8 +469,8 @@ class LLM:
     @repeated
     def _scores(self, tokens, following):
         s = self.settings
-        how = s.max_model_len, s.cache_dtype, s.implementations.get("scoring")
-        return scores(self.model, *how, self.params, tokens, following, mesh=self.mesh)
+        cache = s.max_model_len, s.cache_dtype, s.implementations.get("scoring")
+        return scores(self.model, *cache, self.params, tokens, following, mesh=self.mesh)
 
     @property
     def scorable(self) -> bool:

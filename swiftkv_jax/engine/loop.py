@@ -268,9 +268,9 @@ def _remember(lanes: Lanes, tokens: Int[Array, "steps Q"]) -> Lanes:
     """Add a launch's tokens to the history, for a launch that follows without the host."""
     if not lanes.history.shape[1]:
         return lanes
-    given = tokens >= 0
-    index = lanes.position + 1 - given.sum(0) + jnp.cumsum(given, axis=0) - 1
-    index = jnp.where(given, index, lanes.history.shape[1])
+    sampled = tokens >= 0
+    index = lanes.position + 1 - sampled.sum(0) + jnp.cumsum(sampled, axis=0) - 1
+    index = jnp.where(sampled, index, lanes.history.shape[1])
     row = jnp.arange(tokens.shape[1])
     return dataclasses.replace(lanes, history=lanes.history.at[row, index].set(tokens, mode="drop"))
 
@@ -327,8 +327,8 @@ def run_any(
     the model is compiled once for all sampling modes.
     """
     pool = cache.seen_by(inputs.table).reading(inputs.sources)
-    given = (inputs.tokens, inputs.positions, inputs.query_starts, inputs.survivors, pool)
-    scores, pool = step(model, params, *given, exits=exits)
+    batch = (inputs.tokens, inputs.positions, inputs.query_starts, inputs.survivors, pool)
+    scores, pool = step(model, params, *batch, exits=exits)
     scores = scores if exits else (scores, None)
     if cache.mesh is not None:
         # First as the head makes them: else XLA gathers the head, and not the scores.

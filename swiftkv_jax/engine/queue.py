@@ -34,10 +34,10 @@ class Demand:
 
         An empty queue accepts any number of tokens: a request that is too large now would always be.
         """
-        for field, what in _DEMANDED.items():
+        for field, waiting_for in _DEMANDED.items():
             waiting, bound = getattr(self, field), getattr(most, field)
             if waiting + getattr(coming, field) > bound and (self.sequences or field == "sequences"):
-                return f"{waiting} {what}; at most {bound} may"
+                return f"{waiting} {waiting_for}; at most {bound} may"
         return ""
 
 
@@ -83,11 +83,11 @@ class Queue:
     def head(self, lanes: Mapping[str, int]) -> Sequence | None:
         """Return the next sequence, or None; `lanes` is the number of lanes that each key has."""
 
-        def turn(line: tuple[int, str]) -> tuple[int, bool, int, int]:
+        def urgency(line: tuple[int, str]) -> tuple[int, bool, int, int]:
             priority, key = line
             return priority, bool(lanes.get(key)), self.served[key], self._lines[line][0].number
 
-        return self._lines[min(self._lines, key=turn)][0] if self._lines else None
+        return self._lines[min(self._lines, key=urgency)][0] if self._lines else None
 
     def take(self, sequence: Sequence) -> None:
         """Remove a sequence that gets a lane."""

@@ -223,9 +223,9 @@ def _likeliest(
         larger, token = (jnp.where(first, *pair) for pair in zip(one[:2], other[:2], strict=True))
         return larger, token, *(a & b for a, b in zip(one[2:], other[2:], strict=True))
 
-    given = [logits, jnp.broadcast_to(ids, logits.shape), *([] if sane is None else [sane])]
+    arrays = [logits, jnp.broadcast_to(ids, logits.shape), *([] if sane is None else [sane])]
     start = [jnp.float32(-jnp.inf), ids[-1], *([] if sane is None else [True])]
-    best, token, *rest = jax.lax.reduce(given, start, better, (1,))
+    best, token, *rest = jax.lax.reduce(arrays, start, better, (1,))
     return token, best, rest[0] if rest else None
 
 

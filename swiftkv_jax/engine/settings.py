@@ -271,8 +271,8 @@ def _check_model(settings: Settings, model: Transformer, auxiliary: bool, device
     if settings.drafter == "exit" and not settings.drafts:
         raise UsageError("drafter 'exit' needs drafts of 1 or more, not 0")
     if settings.exits and not config.exit_head:
-        what = "drafter 'exit'" if settings.drafter == "exit" else f"exit_threshold {settings.exit_threshold}"
-        raise UsageError(f"{what} needs an exit head: train one with train.py --set loss.exit_weight=1.0")
+        item = "drafter 'exit'" if settings.drafter == "exit" else f"exit_threshold {settings.exit_threshold}"
+        raise UsageError(f"{item} needs an exit head: train one with train.py --set loss.exit_weight=1.0")
     if settings.max_source_len is not None and config.encoder is None:
         raise UsageError(f"max_source_len is of an encoder, and {config.family} has none: leave it out")
     if devices > 1 and scoring in PLATFORM_OF:  # only attention over pages is sharded by kv head

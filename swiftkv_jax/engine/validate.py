@@ -51,21 +51,22 @@ def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
     return integer(f"max_model_len{whose}", wanted, 1, config.longest_context)
 
 
-def check_names(given: Iterable[str], but: str = "") -> None:
+def check_names(names: Iterable[str], but: str = "") -> None:
     """Raises UsageError: a name of a setting that there is not, or `but`."""
     known = [field.name for field in dataclasses.fields(Settings) if field.name != but]
-    for name in given:
+    for name in names:
         if name not in known:
             raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
 
 
-def settings_of(limit: int, given: dict) -> Settings:
+def settings_of(limit: int, fields: dict) -> Settings:
     """Engine settings from keyword arguments; without a page size, the usual one on this machine."""
-    check_names(given, but="max_model_len")
+    check_names(fields, but="max_model_len")
     platform = kernels.this_machine().platform
-    if "page_size" not in given:
-        given = given | {"page_size": usual_page(given.get("cache_dtype", Settings.cache_dtype), platform)}
-    return Settings(max_model_len=limit, **given)
+    if "page_size" not in fields:
+        cached_in = fields.get("cache_dtype", Settings.cache_dtype)
+        fields = fields | {"page_size": usual_page(cached_in, platform)}
+    return Settings(max_model_len=limit, **fields)
 
 
 def parts_of(mesh: Mesh | None) -> int:
@@ -166,10 +167,10 @@ def for_encoder(llm, prompt, ids: list[int], where: str) -> tuple[list[int], dic
     longest = source_len(llm.model.config, llm.settings)
     if len(ids) > longest:
         raise UsageError(f"{where} has {len(ids)} tokens: cut it, or raise max_source_len {longest}")
-    given = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
-    if isinstance(given, str):
-        given = {"prompt": given, "add_special_tokens": False}
-    begun = [] if given is None else encode(llm.tokenizer, given, f"{where}: decoder_prompt")[1]
+    opening = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
+    if isinstance(opening, str):
+        opening = {"prompt": opening, "add_special_tokens": False}
+    begun = [] if opening is None else encode(llm.tokenizer, opening, f"{where}: decoder_prompt")[1]
     return [decoder_start(llm), *begun], {"source": tuple(ids), "source_length": len(ids)}
 
 

@@ -47,11 +47,11 @@ def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
     A flag that is not given is None, so that the field's default applies.
     """
     field = next(f for f in dataclasses.fields(owner) if f.name == (name or flag.replace("-", "_")))
-    given = type_of(field)
-    if given is bool:
+    kind_of_field = type_of(field)
+    if kind_of_field is bool:
         group.add_argument(f"--{flag}", action="store_const", const=True, help=text)
         return
-    kind = next(kind for kind in (int, float, str) if given in (kind, kind | None))
+    kind = next(kind for kind in (int, float, str) if kind_of_field in (kind, kind | None))
     metavar = {int: "N", float: "X", str: "NAME"}[kind]
     group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text.format(field.default))
 
@@ -113,14 +113,14 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
     if not is_loopback(host) and not keys and not args.insecure:
         advice = "pass --api-key KEY or --api-key-file FILE, listen on 127.0.0.1, or pass --insecure"
         raise UsageError(f"{host} can be reached by others and no key is set: {advice}")
-    given = {flag: getattr(args, flag.replace("-", "_")) for flag in _LIMITS}
-    for flag, value in given.items():
+    values = {flag: getattr(args, flag.replace("-", "_")) for flag in _LIMITS}
+    for flag, value in values.items():
         if isinstance(value, int | float):
             above(f"--{flag}", value, 0)
     prefix = args.metrics_prefix
     if prefix is not None and not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
         raise UsageError(f"--metrics-prefix must be letters, digits, _ and :, such as vllm:, not {prefix!r}")
-    limits = {field: given[flag] for flag, (field, _) in _LIMITS.items() if given[flag] is not None}
+    limits = {field: values[flag] for flag, (field, _) in _LIMITS.items() if values[flag] is not None}
     if args.busy_status is not None:
         choice("--busy-status", args.busy_status, REFUSALS)
         limits |= {"queue_status": args.busy_status, "key_status": args.busy_status}

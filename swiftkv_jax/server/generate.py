@@ -263,10 +263,10 @@ class RequestLog:
 def make_requests(llm: LLM, call: Call) -> list[Request]:
     """Tokenise the prompts and make the requests; runs on a tokenizer thread."""
     fields = {name: getattr(call.body, name) for name in _PLAIN}
-    given = {name: value for name, value in fields.items() if value is not None}
-    given |= {"max_tokens": 1 if call.max_tokens == 0 else call.max_tokens, "logprobs": call.logprobs}
+    changes = {name: value for name, value in fields.items() if value is not None}
+    changes |= {"max_tokens": 1 if call.max_tokens == 0 else call.max_tokens, "logprobs": call.logprobs}
     try:
-        params, requests = llm.defaults.updated(given), []
+        params, requests = llm.defaults.updated(changes), []
         for number, prompt in enumerate(call.prompts):
             where = call.where if len(call.prompts) == 1 else f"{call.where} {number}"
             if call.where == "messages":

@@ -303,14 +303,14 @@ def _choose(args: argparse.Namespace, model: str | None = None):
     """The kernels of an LLM of `model`, while JAX has no devices yet."""
     from swiftkv_jax.engine.validate import choose_kernels
 
-    given = _given(args, (*_ENGINE, "tensor-parallel-size"))
+    settings = _given(args, (*_ENGINE, "tensor-parallel-size"))
     if args.mesh:
-        given["tensor_parallel_size"] = mesh_axes(args.mesh).get("tensor", 1)
-        if given["tensor_parallel_size"] < 1:
+        settings["tensor_parallel_size"] = mesh_axes(args.mesh).get("tensor", 1)
+        if settings["tensor_parallel_size"] < 1:
             why = "kernels are chosen for each one's share of the heads, before JAX counts the devices"
             raise UsageError(f"--mesh {args.mesh}: give tensor a number of devices; {why}")
-    given["slim"], given["base"] = model is not None or args.slim == "on", None if model else args.base
-    return choose_kernels(model or args.model or _DEMO, args.dtype, **given)
+    settings["slim"], settings["base"] = model is not None or args.slim == "on", None if model else args.base
+    return choose_kernels(model or args.model or _DEMO, args.dtype, **settings)
 
 
 def _load(args: argparse.Namespace, model: str | None = None):
@@ -328,10 +328,10 @@ def _load(args: argparse.Namespace, model: str | None = None):
         if args.mesh:
             _choose(args, model)
         mesh = parse_mesh(args.mesh) if args.mesh else None
-        given = _given(args, (*_ENGINE, "tensor-parallel-size"))
+        settings = _given(args, (*_ENGINE, "tensor-parallel-size"))
         slim = model is not None or args.slim == "on"
-        given |= {"quantization": args.quantization, "eight_bit_activations": args.eight_bit_activations}
-        return LLM(folder, dtype=args.dtype, mesh=mesh, slim=slim, base=base, **given)
+        settings |= {"quantization": args.quantization, "eight_bit_activations": args.eight_bit_activations}
+        return LLM(folder, dtype=args.dtype, mesh=mesh, slim=slim, base=base, **settings)
 
 
 def _given(args: argparse.Namespace, flags: Iterable[str]) -> dict:
@@ -373,8 +373,8 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
             say(f"note      answers are in the order in which they came, by index of the input ({why})")
     except KeyboardInterrupt:
         kept = output and args.output != "-"
-        how = "run the same command with --resume to finish" if kept else "nothing is kept"
-        print(f"interrupted after {len(metrics)} of {len(jobs)} prompts: {how}", file=sys.stderr)
+        advice = "run the same command with --resume to finish" if kept else "nothing is kept"
+        print(f"interrupted after {len(metrics)} of {len(jobs)} prompts: {advice}", file=sys.stderr)
         return 130
     except OSError as error:
         if isinstance(error, BrokenPipeError) and args.output in (None, "-"):
@@ -406,8 +406,8 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     stored_in = "" if model.dtype == model.config.dtype else f" (the checkpoint is in {model.config.dtype})"
     say(f"running   {model.dtype}{stored_in} on {where}, context {llm.settings.max_model_len}")
     names = dict(llm.kernels)
-    how = names.pop("how")
-    say(f"kernels   {', '.join(f'{kind} {name}' for kind, name in names.items())} ({how})")
+    origin = names.pop("how")
+    say(f"kernels   {', '.join(f'{kind} {name}' for kind, name in names.items())} ({origin})")
     stored = model.dtype if llm.settings.cache_dtype == "auto" else llm.settings.cache_dtype
     forms = [row.form for row in plan.named.rows]
     each = ", ".join(f"{forms.count(form)} as {form}" for form in dict.fromkeys(forms))

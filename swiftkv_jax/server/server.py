@@ -98,8 +98,8 @@ async def _progress(api: Api, say: Callable[[str], None]) -> None:
             say(f"ready in {clock() - began:.1f} s{rest}")
         elif (total and 10 * done // total > tenths) or (not ready and clock() - spoke > TELL_S):
             tenths, spoke = 10 * done // total if total else 0, clock()
-            how = f": {api.models.how_far}" if total else " has begun"
-            say(f"compiling{how}, {spoke - began:.0f} s so far")
+            state = f": {api.models.how_far}" if total else " has begun"
+            say(f"compiling{state}, {spoke - began:.0f} s so far")
         await asyncio.sleep(0.05)
     if not api.settings.warm_up:
         return

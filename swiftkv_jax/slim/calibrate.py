@@ -107,9 +107,9 @@ def candidates(
     model: with rows of keys and values, computing in float32. dtype: of the cache.
     """
     plan, halves = model.plan, [list(half.batches()) for half in (fit, kept)]
-    given = [(jnp.asarray(text.tokens), text.encoded) for half in halves for text in half]
+    batches = [(jnp.asarray(text.tokens), text.encoded) for half in halves for text in half]
     inputs: dict[int, list[list[Array]]] = {}  # of each row, until its first reader is reached
-    for layer, states in enumerate(walk(model, params, given)):
+    for layer, states in enumerate(walk(model, params, batches)):
         rest = iter(states)
         both = [[(text, next(rest)) for text in half] for half in halves]
         for shared in {plan.rows[row].shared_norm for row in plan.made_at(layer)}:

@@ -109,9 +109,9 @@ def check_enough(fit: int, kept: int, inputs: int, what: str = "the text") -> No
     """Check that there are enough tokens to fit on and to measure on."""
     needed, beside = NEEDED * inputs, min(NEEDED * inputs, KEPT) // 2
     if fit < needed or kept < beside:
-        given = f"{fit} tokens to fit on and {kept} of other documents to measure on"
+        counts = f"{fit} tokens to fit on and {kept} of other documents to measure on"
         raise UsageError(
-            f"{what} is too short: {given}; {needed} ({NEEDED} x {inputs}) and {beside} are needed"
+            f"{what} is too short: {counts}; {needed} ({NEEDED} x {inputs}) and {beside} are needed"
         )
 
 

@@ -123,8 +123,8 @@ def _token(value, where: str, **flags) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, **flags)
     if isinstance(value, Mapping) and isinstance(value.get("content"), str):
-        given = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
-        return AddedToken(value["content"], **given | flags)
+        stated = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
+        return AddedToken(value["content"], **stated | flags)
     raise UsageError(f"{where} must be a text or an object with content, not {type(value).__name__}")
 
 
@@ -147,11 +147,11 @@ def _by_merges(folder: Path, config: Mapping) -> Tokenizer:
 
 def _templates(config: Mapping, where: str) -> dict[str, str]:
     """The chat templates in a file's `chat_template`: one, or a list of named ones."""
-    given = config.get("chat_template")
-    if given is None or isinstance(given, str):
-        return {"default": given} if given else {}
+    templates = config.get("chat_template")
+    if templates is None or isinstance(templates, str):
+        return {"default": templates} if templates else {}
     try:
-        return {str(each["name"]): str(each["template"]) for each in given}
+        return {str(each["name"]): str(each["template"]) for each in templates}
     except (TypeError, KeyError):
         raise UsageError(f"{where}: chat_template must be a text or a list of name and template") from None
 

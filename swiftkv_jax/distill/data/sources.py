@@ -282,9 +282,9 @@ def _open_hub(
     split = match["split"] or known_split
     import datasets
 
-    how = {"split": split, "revision": match["revision"], "streaming": stream_rows is not None}
+    options = {"split": split, "revision": match["revision"], "streaming": stream_rows is not None}
     try:
-        rows = datasets.load_dataset(name, match["config"], **how)
+        rows = datasets.load_dataset(name, match["config"], **options)
         have = rows.column_names or list(next(iter(rows), {}))
     except Exception as error:  # datasets passes on errors of every library that it uses
         raise UsageError(f"cannot load {source} (split {split}): {first_line(error)}") from error
