@@ -25,7 +25,7 @@ from swiftkv_jax.engine.sequence import NOT_FINITE, Choice, logprobs
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 
 _BLOCK = 64  # positions whose logits exist at a time
-SHORTEST, _STEP = 128, 4  # the smallest compiled size, and the ratio of each size to the one before
+SHORTEST, _STEP = 64, 4  # the smallest compiled size, and the ratio of each size to the one before
 
 
 def prompt_logprobs(

@@ -19,6 +19,7 @@ from swiftkv_jax.engine.draft import lookup
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.loop import decode
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.score import prompt_logprobs
 from swiftkv_jax.kernels.common.pools import encode
 
 WAYS = {
@@ -372,6 +373,20 @@ def test_scores_of_a_model_whose_learned_positions_fill_no_compiled_size():
     found = [entries[token].logprob for token, entries in zip(prompt[1:], llm.score(prompt)[1:], strict=True)]
     want = [float(raw[i][token]) for i, token in enumerate(prompt[1:])]
     np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+def test_a_short_text_is_scored_in_an_array_of_64():
+    """As the endings of HellaSwag are; and few sizes are compiled."""
+    sizes = []
+
+    def read(tokens, following):
+        sizes.append(tokens.shape[1])
+        none = following[:, None][:, :0]
+        return np.zeros(len(following)), following, none, none
+
+    for count in (2, 65, 66, 257, 258, 1025, 1026):  # the last token is only predicted
+        assert len(prompt_logprobs([0] * count, 0, 4096, None, read)) == count
+    assert sizes == [64, 64, 256, 256, 1024, 1024, 4096]
 
 
 FREE = {"num_kv_heads": 4, "rope": RopeConfig(rope_type=NONE)}  # a model that can store rows in every form
