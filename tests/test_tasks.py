@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftkv_jax.cli.tasks import main
+from swiftkv_jax.cli.tasks import main, report
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.tasks.ifeval import CHECKERS, checkable, followed
 from swiftkv_jax.tasks.items import TASKS, items_of, number_of
+from swiftkv_jax.tasks.retrieval import made
 from swiftkv_jax.tasks.words import capitals, language, sentences
 
 TEACHER = Path(__file__).resolve().parents[1] / "demo" / "teacher"
@@ -237,6 +238,48 @@ def test_published_forms_of_a_file_are_read_alike(data, tmp_path):
         items_of("hellaswag", data)
 
 
+def test_one_line_of_a_made_prompt_has_the_answer_at_its_depth():
+    """By reading the text: of its lines one has the key, at the depth; others keep to the kind; the text
+    fills the length but for a line."""
+    lengths = (150, 400)
+    items = made(lengths, 40, lambda text: len(text.split()))
+    assert items == made(lengths, 40, lambda text: len(text.split()))
+    assert len({(item["kind"], item["length"], item["depth"]) for item in items}) == 20
+    for item in items:
+        *lines, empty, question = item["prompt"].split("\n")
+        key = re.fullmatch(r"What is the code of (.+)\? Answer with the code alone\.", question)[1]
+        told = [re.fullmatch(r"The code of (.+) is (\d{5})\.", line) for line in lines]
+        (place,) = [number for number, found in enumerate(told) if found and found[1] == key]
+        assert (
+            not empty and told[place][2] == item["code"] and place == round(item["depth"] * (len(lines) - 1))
+        )
+        assert sum(map(bool, told)) == (1 if item["kind"] == "needle" else len(lines))
+        assert len({found[1] for found in told if found}) == sum(map(bool, told)), "each key once"
+        assert item["length"] - 11 < len(item["prompt"].split()) <= item["length"]
+        measure = f"{item['kind']}, {item['length']} tokens"
+        assert TASKS["retrieval"].scores(item, f"It is {item['code']}.") == {measure: (1, 1)}
+        assert TASKS["retrieval"].scores(item, f"It is {told[place - 1] and told[place - 1][2]}.") == {
+            measure: (0, 1)
+        }
+    by_round = [len({items[n + i]["length"] for i in range(2)}) for n in range(0, 40, 2)]
+    assert set(by_round) == {2}, "the first items have all lengths"
+
+
+def test_retrieval_is_reported_by_kind_and_length():
+    """Of each the student's share, the teacher's, and the paired difference; errors over its own items."""
+    items = made((150, 400), 8, len)
+    student = [
+        TASKS["retrieval"].scores(item, item["code"] * (number != 1)) for number, item in enumerate(items)
+    ]
+    teacher = [TASKS["retrieval"].scores(item, item["code"]) for item in items]
+    lines = report("retrieval", ["student", "teacher"], [student, teacher]).splitlines()
+    assert "8 items" in lines[0] and [line.split()[:2] for line in lines[1:]] == [
+        [f"{kind},", length] for kind in ("needle", "key-value") for length in ("150", "400")
+    ]
+    assert re.findall(r"[-+]?\d\.\d{3}", lines[1]) == ["1.000", "0.000", "1.000", "0.000", "+0.000", "0.000"]
+    assert re.findall(r"[-+]?\d\.\d{3}", lines[2]) == ["0.500", "0.500", "1.000", "0.000", "-0.500", "0.500"]
+
+
 @pytest.mark.parametrize(
     "words, named",
     [
@@ -244,6 +287,10 @@ def test_published_forms_of_a_file_are_read_alike(data, tmp_path):
         (["--tasks", "ifevl", "--files", "{data}"], "'ifeval'"),
         (["--tasks", "ifeval", "--files", "{data}", "--count", "0"], "--count"),
         (["--tasks", "ifeval", "--files", "{data}", "--tokens", "99999"], "--tokens"),
+        (["--tasks", "ifeval"], "--files"),
+        (["--tasks", "retrieval", "--lengths", "2k"], "2k"),
+        (["--tasks", "retrieval", "--lengths", "-9"], "-9 tokens"),
+        (["--tasks", "retrieval", "--lengths", "9999"], "--tokens"),
         (["--tasks", "ifeval", "--files", "{data}", "--against", "{other}"], "prompt 0"),
     ],
 )
@@ -261,7 +308,8 @@ def test_wrong_usage_is_one_line_and_code_2(words, named, data, tmp_path, capsys
 
 def run(capsys, data: Path, *words: str) -> list[str]:
     """The lines of the results that are printed."""
-    tasks = ["--tasks", "ifeval,gsm8k,hellaswag", "--files", str(data), "--tokens", "12"]
+    tasks = ["--tasks", "ifeval,gsm8k,hellaswag,retrieval", "--files", str(data), "--tokens", "12"]
+    tasks += ["--lengths", "150,300", "--count", "3"]
     assert main([str(TEACHER), *tasks, *words]) == 0
     return [line for line in capsys.readouterr().out.splitlines() if "±" in line or "left out" in line]
 
@@ -294,8 +342,8 @@ def test_choices_are_those_of_transformers_and_a_stopped_run_goes_on(data, tmp_p
     assert all(re.search(r"\+0\.000 ± 0\.000$", line) for line in told[1:]), (
         "the same model, so no difference"
     )
-    counts = [sum(row["task"] == name for row in rows) for name in ("ifeval", "gsm8k", "hellaswag")]
-    assert counts == [2, 2, 3], "answered once, for both"
+    counts = [sum(row["task"] == name for row in rows) for name in TASKS]
+    assert counts == [2, 2, 3, 3], "answered once, for both"
 
     first = whole.read_text().splitlines()
     part.write_text("\n".join([*first[:4], first[4][:20]]))

@@ -33,7 +33,8 @@ HELP = """usage: swiftkv COMMAND ...
   kernels MODEL           check and time the kernels of its sizes on this machine; the flags of serve
   eval MODEL --tasks T    EleutherAI's evaluation harness
   eval MODEL --against T  a student's answers beside those of its teacher T
-  eval MODEL --files DIR  --tasks ifeval,gsm8k,hellaswag from local files, also against its teacher
+  eval MODEL --files DIR  --tasks ifeval,gsm8k,hellaswag from local files, also against its teacher;
+                          --tasks retrieval needs none
   push DIR REPO           upload an export to the Hugging Face hub
 
 swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
@@ -71,7 +72,7 @@ def expand_model_argument(name: str, words: list[str]) -> list[str]:
 def _our_eval(words: list[str]) -> str:
     """The module of this folder that `eval` means; "" for lm-eval."""
     flags = {word.partition("=")[0] for word in words}
-    if "--files" in flags or {"--against", "--tasks"} <= flags:
+    if flags & {"--files", "retrieval"} or {"--against", "--tasks"} <= flags:
         return "tasks"
     return "answers" if "--against" in flags else ""
 

@@ -1,5 +1,5 @@
-"""`swiftkv eval MODEL --tasks ifeval,gsm8k,hellaswag --files DIR`: public evaluations from local files, of a
-model or of a student beside its teacher, on the same items."""
+"""`swiftkv eval MODEL --tasks ifeval,gsm8k,hellaswag --files DIR`: public evaluations from local files, or
+`--tasks retrieval` without any, of a model or of a student beside its teacher, on the same items."""
 
 import argparse
 import contextlib
@@ -23,25 +23,31 @@ from swiftkv_jax.distill.answers import Pair, ids_of, mean
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.tasks.items import TASKS, items_of
+from swiftkv_jax.tasks.retrieval import DEPTHS, KINDS
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 Place = tuple[str, int]  # task, and number of an item
 Reading = list[tuple[list[int], int]]  # texts as ids, each with the number of ids that are given
+ROUND = len(DEPTHS) * len(KINDS)  # of retrieval: each kind at each depth once
 
 
 def parser() -> Parser:
     """All flags of the command."""
     p = Parser(
         description="Measure a model on public evaluations, from local files: IFEval and GSM8K by what it "
-        "answers greedily, HellaSwag by likelihoods. With --against both models take the same items.",
+        "answers greedily, HellaSwag by likelihoods; and on finding one line in long prompts that are made "
+        "(retrieval). With --against both models take the same items.",
         epilog="example: %(prog)s runs/mine/export --against HuggingFaceTB/SmolLM2-135M-Instruct "
         "--tasks ifeval,hellaswag --files data",
     )
     p.flag("MODEL", "a folder or a hub id")
     p.flag("--tasks T,T,...", f"of {', '.join(TASKS)}", required=True)
-    p.flag("--files DIR", "the folder with the tasks' files (docs/evaluation.md)", type=Path, required=True)
+    p.flag("--files DIR", "the folder with the tasks' files (docs/evaluation.md)", type=Path)
+    lengths = "most tokens of retrieval's prompts (default: %(default)s)"
+    p.flag("--lengths N,N,...", lengths, default="2048")
     p.flag("--against TEACHER", "the model that MODEL was made of")
-    p.flag("--count N", "items of each task, from the first (default: all)", type=int)
+    about = f"items of each task, from the first (default: all; of retrieval {ROUND} for each length)"
+    p.flag("--count N", about, type=int)
     p.flag("--tokens N", "most tokens of an answer (default: %(default)s)", type=int, default=512)
     p.flag("--cache-dtype D", "of MODEL's cache (default: %(default)s)", default="auto")
     p.flag("--out FILE", "write every answer there, one JSON object a line; a stopped run goes on", type=Path)
@@ -55,28 +61,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     integer("--tokens", args.tokens, 1)
-    items: dict[Place, dict] = {}
-    for name in dict.fromkeys(args.tasks.split(",")):
-        if name not in TASKS:
-            raise UsageError(f"--tasks: no task {name!r}{suggest(name, TASKS)}; there are {', '.join(TASKS)}")
-        of_task = list(enumerate(items_of(name, args.files)))
-        if args.count is not None:
-            of_task = of_task[: integer("--count", args.count, 1)]
-        taken = {(name, number): item for number, item in of_task if TASKS[name].takes(item)}
-        if len(taken) < len(of_task):
-            show(f"{name}: {len(of_task) - len(taken)} items are left out: no checker for their instructions")
-        items |= taken
-    if not items:
-        raise UsageError(f"--tasks {args.tasks}: no item is left")
     models = [args.model, *([args.against] if args.against else [])]
     folders = list(map(local_folder, models))
+    tokenizers = list(map(load_tokenizer, folders))
+    items = _items(args, tokenizers[0])
     read = [
-        {place: reading(tokenizer, *place, item) for place, item in items.items()}
-        for tokenizer in map(load_tokenizer, folders)
+        {place: reading(tokenizer, *place, item) for place, item in items.items()} for tokenizer in tokenizers
     ]
     check_alike(models, [list(each.values()) for each in read])
-    texts = [text for each in read[0].values() for text in each]
-    longest = max(len(ids) + args.tokens * (len(ids) == given) for ids, given in texts)
+    texts = [(*text, _most(place[0], args.tokens)) for place, each in read[0].items() for text in each]
+    longest = max(len(ids) + tokens * (len(ids) == given) for ids, given, tokens in texts)
     context, lanes = fitting(folders, longest, args.tokens), min(LANES, len(items))
     keys: list[dict[Place, str]] = []
     with contextlib.ExitStack() as stack:
@@ -102,11 +96,52 @@ def _run(args: argparse.Namespace) -> None:
         show(report(name, models, scores))
 
 
+def _items(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[Place, dict]:
+    """The items of all tasks that are asked for.
+
+    Raises:
+      UsageError: a task is unknown, its file is missing or wrong, or no item is left.
+    """
+    items: dict[Place, dict] = {}
+    try:
+        lengths = list(map(int, args.lengths.split(",")))
+    except ValueError:
+        raise UsageError(f"--lengths takes numbers as 2048,4096, not {args.lengths!r}") from None
+    for name in dict.fromkeys(args.tasks.split(",")):
+        if name not in TASKS:
+            raise UsageError(f"--tasks: no task {name!r}{suggest(name, TASKS)}; there are {', '.join(TASKS)}")
+        count = None if args.count is None else integer("--count", args.count, 1)
+        if make := TASKS[name].made:
+            made = make(lengths, count or ROUND * len(lengths), lambda text: len(_asked(tokenizer, text)))
+            of_task = list(enumerate(made))
+        elif args.files is None:
+            raise UsageError(f"--tasks {name}: give the folder of its file by --files")
+        else:
+            of_task = list(enumerate(items_of(name, args.files)))[:count]
+        taken = {(name, number): item for number, item in of_task if TASKS[name].takes(item)}
+        if len(taken) < len(of_task):
+            show(f"{name}: {len(of_task) - len(taken)} items are left out: no checker for their instructions")
+        items |= taken
+    if not items:
+        raise UsageError(f"--tasks {args.tasks}: no item is left")
+    return items
+
+
+def _most(name: str, tokens: int) -> int:
+    """The most tokens of an answer to a task."""
+    return min(tokens, TASKS[name].tokens)
+
+
+def _asked(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A user's turn as ids."""
+    return ids_of(tokenizer, [{"role": "user", "content": text}])
+
+
 def reading(tokenizer: Tokenizer, name: str, _number: int, item: dict) -> Reading:
     """What a model reads of an item: a prompt; or context and ending, for each ending."""
     asked = TASKS[name].asked(item)
     if isinstance(asked, str):
-        ids = ids_of(tokenizer, [{"role": "user", "content": asked}])
+        ids = _asked(tokenizer, asked)
         return [(ids, len(ids))]
     context = len(tokenizer.encode(asked.context.rstrip()))
     return [(tokenizer.encode(f"{asked.context} {ending}"), context) for ending in asked.endings]
@@ -118,7 +153,8 @@ def _answers(llm: LLM, model: str, left: Mapping[Place, Reading], tokens: int) -
         places = list(group)
         with working(show, f"{name}: {len(places):,} items by {Path(model).name}") as doing:
             if all(len(ids) == given for place in places for ids, given in left[place]):
-                params = SamplingParams(max_tokens=tokens, temperature=0.0, stop=list(TASKS[name].stop))
+                most, stop = _most(name, tokens), list(TASKS[name].stop)
+                params = SamplingParams(max_tokens=most, temperature=0.0, stop=stop)
                 asked = {place: ({"prompt_token_ids": left[place][0][0]}, params) for place in places}
                 yield from ((place, output.text) for place, output in answered(llm, asked, doing))
                 continue
@@ -160,8 +196,8 @@ def report(name: str, models: Sequence[str], scores: Sequence[Sequence[dict]]) -
     titles = [Path(model).name[-24:] for model in models]
     lines = [f"{name}, {len(scores[0]):,} items".ljust(26) + "".join(f"{title:>26}" for title in titles)]
     lines[0] += "   difference" * (len(models) > 1)
-    for measure in scores[0][0]:
-        points = np.array([[each[measure] for each in of_model] for of_model in scores], float)
+    for measure in dict.fromkeys(measure for each in scores[0] for measure in each):
+        points = np.array([[each[measure] for each in row if measure in each] for row in scores], float)
         most = points[0, :, 1]
         cells = [f"{share:.3f} ± {error:.3f}" for share, error in (mean(x, most) for x in points[:, :, 0])]
         line = f"  {measure:24}" + "".join(f"{cell:>26}" for cell in cells)

@@ -1,13 +1,14 @@
-"""The tasks: the files of their items, what a model is asked, and what its answer scores."""
+"""The tasks: where their items come from, what a model is asked, and what its answer scores."""
 
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.data import files
-from swiftkv_jax.tasks import ifeval
+from swiftkv_jax.tasks import ifeval, retrieval
 
 # measure -> (points, the most there are); several where an item has several instructions.
 Scores = dict[str, tuple[int, int]]
@@ -26,19 +27,23 @@ class Task(NamedTuple):
     """One evaluation.
 
     Attributes:
-      names: what its file may be called, before the suffix. published: where it is to be had.
       asked: an item -> the user's turn, or what is scored.
       scores: (item, answer as text, or the log likelihood of each ending) -> points.
+      names: what its file may be called, before the suffix. published: where it is to be had.
       needs: fields of an item. stop: texts that end an answer. takes: whether an item can be scored.
+      made: instead of a file, (lengths of prompts, number of items, size of a prompt) -> items.
+      tokens: the most of an answer, where that is known.
     """
 
-    names: tuple[str, ...]
-    published: str
     asked: Callable[[dict], str | Scored]
     scores: Callable[[dict, Any], Scores]
-    needs: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    published: str = ""
+    needs: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     takes: Callable[[dict], bool] = lambda item: True
+    made: Callable[[Sequence[int], int, Callable[[str], int]], list[dict]] | None = None
+    tokens: int = sys.maxsize
 
 
 def items_of(name: str, folder: Path) -> list[dict]:
@@ -113,26 +118,27 @@ def _likeliest(item: dict, answer: list[float]) -> Scores:
 
 TASKS = {
     "ifeval": Task(
-        ("ifeval", "ifeval_input_data", "input_data"),
-        "github.com/google-research/google-research/tree/master/instruction_following_eval/data",
         lambda item: item["prompt"],
         _ifeval,
+        ("ifeval", "ifeval_input_data", "input_data"),
+        "github.com/google-research/google-research/tree/master/instruction_following_eval/data",
         ("prompt", "instruction_id_list", "kwargs"),
         takes=lambda item: ifeval.checkable(item["instruction_id_list"], item["kwargs"]),
     ),
     "gsm8k": Task(
-        ("gsm8k_test", "test"),
-        "github.com/openai/grade-school-math/tree/master/grade_school_math/data",
         lambda item: f"Q: {item['question']}\nA: Let's think step by step.",
         _gsm8k,
+        ("gsm8k_test", "test"),
+        "github.com/openai/grade-school-math/tree/master/grade_school_math/data",
         ("question", "answer"),
         stop=("Q:",),
     ),
     "hellaswag": Task(
-        ("hellaswag_val", "hellaswag_val_full"),
-        "github.com/rowanz/hellaswag/tree/master/data",
         _hellaswag,
         _likeliest,
+        ("hellaswag_val", "hellaswag_val_full"),
+        "github.com/rowanz/hellaswag/tree/master/data",
         ("ctx", "label", "endings"),
     ),
+    "retrieval": Task(lambda item: item["prompt"], retrieval.scores, made=retrieval.made, tokens=32),
 }
