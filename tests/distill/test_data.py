@@ -33,7 +33,7 @@ def test_each_epoch_has_every_sample_once(tmp_path, count, batch_size, long_docu
         whole.append([])
         tokens: list[int] = []
         for name, piece in pieces:
-            tokens += piece
+            tokens += piece[bool(tokens) :]  # a later piece begins with a BOS of its own
             assert tokens == want[name][: len(tokens)]
             if len(tokens) == len(want[name]):
                 whole[-1].append(name)
@@ -157,6 +157,9 @@ def test_a_state_of_other_documents_or_none_at_all_is_refused(tmp_path):
     changed = [*texts(29), {"id": "d29", "text": "other"}]
     with pytest.raises(UsageError, match="documents"):
         DataLoader(config(write(tmp_path, changed)), tokenizer()).restore(state)
+    older = {name: value for name, value in state["config"].items() if name != "pieces_begin_with_bos"}
+    with pytest.raises(UsageError, match="pieces_begin_with_bos None -> True"):
+        moved.restore(state | {"config": older})  # its rows were cut elsewhere
     for nonsense in ({}, {"step": 1}, {**state, "lanes": {"0": [1]}}):
         with pytest.raises(UsageError):
             moved.restore(nonsense)

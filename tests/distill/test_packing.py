@@ -60,6 +60,37 @@ def test_rows_hold_every_token_once_in_order_and_the_mask_is_of_targets(
         assert (batch.segments[:-1] > 0).all()  # no padding before the last row
 
 
+@given(streams(), st.integers(2, 9), st.booleans(), st.booleans())
+def test_every_piece_begins_as_its_text_does(samples, seq_len, pack, cut_anywhere):
+    """With BOS, where texts do. The token after a BOS in the middle of a text is no target; nothing else is
+    lost."""
+    bos = 999
+    texts = [
+        Sample(s.id, np.insert(s.tokens, 0, bos), np.insert(s.learn, 0, True), bos) for s in samples if len(s)
+    ]
+    rows, place = [], Place()
+    while place.cursor < len(texts):
+        pieces, place = fill_row(
+            lambda i: texts[i] if i < len(texts) else None,
+            place,
+            seq_len,
+            pack=pack,
+            cut_anywhere=cut_anywhere,
+        )
+        rows.append(pieces)
+        assert sum(map(len, pieces)) <= seq_len
+    batch = assemble(rows, [False] * len(rows), seq_len)
+    pieces = pieces_of(batch, [[p.id for p in row] for row in rows])
+    assert all(tokens[0] == bos and bos not in tokens[1:] for _, tokens in pieces)
+    assert [t for _, tokens in pieces for t in tokens[1:]] == [t for s in samples for t in s.tokens.tolist()]
+    known = {t: learn for s in samples for t, learn in zip(s.tokens.tolist(), s.learn, strict=True)}
+    seen, wanted = set(), []
+    for name, tokens in pieces:
+        wanted += [t for t in tokens[1 if name not in seen else 2 :] if known[t]]
+        seen.add(name)
+    assert batch.targets[batch.mask > 0].tolist() == wanted
+
+
 @given(streams(), st.integers(2, 9))
 def test_next_fit_leaves_no_room_for_the_next_piece(samples, seq_len):
     samples = [s for s in samples if len(s)]

@@ -4,11 +4,12 @@ import jax
 import numpy as np
 import pytest
 from samples_made import config, same, take, texts, tokenizer, write
-from tokenizers_made import END
+from tokenizers_made import CHATML, END, make_tokenizer
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.data.loader import DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.data.sources import split_of
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 
 def test_held_out_documents_are_never_trained_on_and_all_evaluated_once(tmp_path):
@@ -24,9 +25,9 @@ def test_held_out_documents_are_never_trained_on_and_all_evaluated_once(tmp_path
     assert seen == {name for name, split in splits.items() if split == "train"}
 
     batches = evaluation_batches(config(source, split="held_out"), tokenizer())
-    eos = tokenizer().eos_ids[0]
-    want = [[*tokenizer().encode(row["text"]), eos] for row in rows if row["id"] in kept_out]
-    got = [t for b in batches for t in b.tokens[b.segments > 0].tolist()]
+    bos, eos = tokenizer().bos_id, tokenizer().eos_ids[0]
+    want = [[*tokenizer().encode(row["text"])[1:], eos] for row in rows if row["id"] in kept_out]
+    got = [t for b in batches for t in b.tokens[b.segments > 0].tolist() if t != bos]
     assert got == [t for tokens in want for t in tokens]
     assert all(b.tokens.shape == (4, 16) for b in batches)
     assert same(batches, evaluation_batches(config(source, split="held_out"), tokenizer()))
@@ -51,7 +52,7 @@ def test_documents_without_ids_are_held_out_by_their_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "policy, kept", [("split", [20, 5, 18, 1]), ("drop", [5]), ("truncate", [16, 5, 16, 1])]
+    "policy, kept", [("split", [21, 5, 19, 1]), ("drop", [5]), ("truncate", [16, 5, 16, 1])]
 )
 def test_samples_longer_than_a_row(tmp_path, policy, kept):
     rows = [{"id": f"d{i}", "text": "x" * (n - 2)} for i, n in enumerate((20, 5, 18))] + [
@@ -60,6 +61,19 @@ def test_samples_longer_than_a_row(tmp_path, policy, kept):
     settings = config(write(tmp_path, rows), long_documents=policy, batch_size=1)
     (*batches,) = evaluation_batches(settings, tokenizer())
     assert sum(int((b.segments > 0).sum()) for b in batches) == sum(kept) - (1 if kept[-1] == 1 else 0)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("policy", ["split", "fill"])
+def test_pieces_of_a_text_begin_with_bos_if_the_tokenizer_adds_it(policy, adds, tmp_path):
+    """So they do in serving. Chats that begin with the same token by their template do not count."""
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer", CHATML, bos=adds))
+    rows = [{"text": "x" * 100}, {"messages": [{"role": "user", "content": "x" * 100}]}]
+    settings = config(write(tmp_path, rows), long_documents=policy, batch_size=1)
+    batches = evaluation_batches(settings, tokenizer)
+    firsts = [b.tokens[0, at] for b in batches for at in np.flatnonzero(b.positions[0] == 0)[:1]]
+    found = sum(first == tokenizer.bos_id for first in firsts)
+    assert len(firsts) > 12 and (found == len(firsts) if adds else found <= 1)
 
 
 def test_limit_takes_the_first_samples(tmp_path):

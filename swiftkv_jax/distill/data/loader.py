@@ -155,6 +155,7 @@ class DataLoader:
         fields = dataclasses.asdict(self.config)
         del fields["sources"], fields["skip_bad_lines"]
         fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}  # as in JSON
+        fields["pieces_begin_with_bos"] = self.samples.bos is not None
         return fields | {"documents": self.samples.documents.digest, "ids": self._ids}
 
     @functools.cached_property

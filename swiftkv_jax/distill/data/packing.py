@@ -31,18 +31,30 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sample:
-    """A document as tokens, or a piece of one. `learn[i]`: whether predicting tokens[i] counts."""
+    """A document as tokens, or a piece of one. `learn[i]`: whether predicting tokens[i] counts; `bos`: what
+    every piece begins with, or None."""
 
     id: str
     tokens: np.ndarray
     learn: np.ndarray
+    bos: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def added(self, start: int) -> int:
+        """The number of tokens that a piece from `start` has in front: 1 where that is a BOS."""
+        return int(start > 0 and self.bos is not None)
+
     def cut(self, start: int, size: int) -> "Sample":
-        """Tokens [start, start + size)."""
-        return Sample(self.id, self.tokens[start : start + size], self.learn[start : start + size])
+        """A piece of `size` tokens: a BOS where one is added, and the tokens from `start` on. What follows
+        an added BOS in the middle of a text is not to be learnt."""
+        end = start + size - self.added(start)
+        tokens, learn = self.tokens[start:end], self.learn[start:end]
+        if start and self.bos is not None:
+            tokens, learn = np.insert(tokens, 0, self.bos), np.insert(learn, 0, False)
+            learn[1:2] = False
+        return Sample(self.id, tokens, learn)
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,8 @@ def fill_row(
     longest = seq_len if longest is None else longest
     pieces, space, cursor, offset = [], seq_len, place.cursor, place.offset
     while space and (sample := sample_at(cursor)) is not None:
-        size = min(len(sample) - offset, longest)
+        added = sample.added(offset)
+        size = min(added + len(sample) - offset, longest)
         if cut_anywhere and len(sample) > longest:
             size = min(size, space)
         if size > space:
@@ -82,7 +95,7 @@ def fill_row(
         if size:
             pieces.append(sample.cut(offset, size))
             space -= size
-        offset += size
+        offset += size - added
         if offset >= len(sample):
             cursor, offset = cursor + 1, 0
         if pieces and not pack:

@@ -47,7 +47,8 @@ class DataConfig(Checked):
       skip_bad_lines: skip invalid rows, and those that the chat template refuses, instead of stopping.
       limit: use only the first `limit` samples; None for all.
       long_documents: a sample longer than `seq_len` is "split" into pieces of `seq_len` and a rest, cut
-        wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate").
+        wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate"). Each piece
+        begins with BOS if the tokenizer begins texts with it.
       piece_lengths: a mixture of context lengths in rows of one shape: the rows take these lengths in turn,
         and a row of 2048 tokens with length 256 has eight pieces of 256, each in its own segment. So each
         length has an equal share of the tokens. Empty: all rows have pieces of up to `seq_len`.
@@ -100,6 +101,7 @@ class Samples(Sequence):
     """The samples of a config: its split of the documents, tokenised on demand; the latest are cached.
 
     Attributes:
+      bos: the id that texts begin with, or None.
       skipped: what was wrong with each sample that was met and skipped, by index. It is empty wherever it is
         met: so the order of all others is the same.
     """
@@ -108,6 +110,9 @@ class Samples(Sequence):
         if config.append_eos and not tokenizer.eos_ids:
             raise UsageError(f"the tokenizer of {tokenizer.name} has no EOS token: set data.append_eos=False")
         self.config, self.tokenizer = config, tokenizer
+        # The teacher reads texts behind a BOS where its tokenizer adds one; Gemma's reads no others well.
+        first = tokenizer.encode("")[:1]
+        self.bos = tokenizer.bos_id if first == [tokenizer.bos_id] else None
         self.documents = documents_of(config)
         indices: Sequence[int] | np.ndarray = range(len(self.documents))
         if config.split != "all":
@@ -164,7 +169,7 @@ class Samples(Sequence):
                 advice = "Fix it, or let swiftkv train or distil skip it: --set data.skip_bad_lines=True"
                 raise UsageError(f"{why}. {advice}") from error
             self.skipped[index], ids, learn = why, [], []
-        sample = Sample(document.id, np.asarray(ids, np.int32), np.asarray(learn, bool))
+        sample = Sample(document.id, np.asarray(ids, np.int32), np.asarray(learn, bool), self.bos)
         if len(sample) <= self.config.seq_len or self.config.long_documents in ("split", "fill"):
             return sample
         return sample.cut(0, self.config.seq_len if self.config.long_documents == "truncate" else 0)
