@@ -24,6 +24,8 @@ import pytest
 
 _UNTIL = float(os.environ.get("TESTS_UNTIL") or "inf")  # seconds since the epoch, see .ci/run
 _QUICK = "jax_disable_most_optimizations"
+# An older emitter of loops, which compiles faster. JAX 0.11 has only the newer one.
+_QUICK_XLA = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax-tests"
 
 jax.config.update("jax_platforms", "cpu")
@@ -47,8 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Settings of JAX and XLA that differ between quick tests and others.
 
     Tests wait for the compiler, so they leave out most of LLVM's optimisations (XLA's own stay), also in the
-    processes that they start: it halves a test of the engine. Those that compile for other chips, soak tests,
-    and those that ask for `as_users_compile` run what users run.
+    processes that they start: it halves a test of the engine. An older emitter of loops than users have takes
+    another third. Tests that compile for other chips and soak tests run what users run; those that ask for
+    `as_users_compile` have all optimisations, and that emitter on JAX 0.11 and in processes that they start.
 
     XLA has by default as many threads as there are cores. A Hopper kernel in interpretation holds one for
     each of its warpgroups that waits: of two none is left for the third, for which the others wait. Elsewhere
@@ -60,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["NPROC"] = str(max(4, os.cpu_count() or 1))  # read when XLA's client is made
     if marks not in ("aot", "ray", "soak"):
         os.environ[_QUICK.upper()] = "1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_XLA}".strip()
         jax.config.update(_QUICK, True)
 
 
@@ -91,12 +95,13 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="module")
 def as_users_compile():
     """Compile with all of XLA's optimisations, as users do."""
-    quick, said = jax.config.read(_QUICK), os.environ.pop(_QUICK.upper(), None)
-    jax.config.update(_QUICK, False)
-    yield
+    quick = jax.config.read(_QUICK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(_QUICK.upper(), raising=False)
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "").replace(_QUICK_XLA, ""))
+        jax.config.update(_QUICK, False)
+        yield
     jax.config.update(_QUICK, quick)
-    if said is not None:
-        os.environ[_QUICK.upper()] = said
 
 
 @pytest.fixture(autouse=True, scope="module")

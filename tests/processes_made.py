@@ -13,6 +13,12 @@ LOST = "^error: .*process|Terminating process because the JAX distributed servic
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "JAX_COORDINATOR", "KUBERNETES_")
 
 
+def virtual_devices(count: int) -> dict[str, str]:
+    """The variable that gives a process so many CPU devices: it gets them at its start or never."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    return {"XLA_FLAGS": flags.strip()}
+
+
 def environments(count: int, slurm: bool = False, **more: str) -> list[dict[str, str]]:
     """The variables of each process, of one CPU device each: our own for JAX, or those that srun sets."""
     with socket.socket() as free:
@@ -46,10 +52,9 @@ def finish(started: list[subprocess.Popen], seconds: float = 240) -> list[subpro
 
 
 def found_on(devices: int, worker: str, *args: str) -> dict:
-    """The JSON that `tests/<worker>` writes in a process of so many virtual devices: one gets them at its
-    start or never."""
-    env = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    """The JSON that `tests/<worker>` writes in a process of so many virtual devices."""
+    env = os.environ | virtual_devices(devices)
+    env |= {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"),

@@ -42,7 +42,7 @@ def environment(site: Path | None = None) -> dict[str, str]:
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests")}
     cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     place = {"PYTHONPATH": "" if site is None else str(site)}
-    return os.environ | cache | place | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
+    return os.environ | cache | place | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "XLA_FLAGS": ""}
 
 
 def found(name: str) -> str | None:

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from processes_made import virtual_devices
 from safetensors.numpy import load_file, save_file
 
 from swiftkv_jax.checkpoint import write
@@ -417,7 +418,7 @@ def test_two_processes_save_a_model_that_lies_on_both(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | virtual_devices(2) | {"JAX_PLATFORMS": "cpu"}
     script = Path(__file__).with_name("two_processes.py")
     command = [sys.executable, str(script), str(port)]
     runs = [

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from processes_made import LOST, finish, start
+from processes_made import LOST, finish, start, virtual_devices
 from tiny_models import sized
 
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
@@ -279,8 +279,7 @@ def test_two_processes_of_two_devices_train_the_demo_as_one_device_does(tmp_path
     few += "evaluation.seq_len=256 evaluation.batch_size=4"
     sets = [word for field in few.split() for word in ("--set", field)]
     tiny, two, one = ROOT / "configs" / "tiny.py", tmp_path / "two", tmp_path / "one"
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    pair = start([command(tiny, two, *sets, "--set", "mesh.fsdp=4")] * 2, **settings() | devices)
+    pair = start([command(tiny, two, *sets, "--set", "mesh.fsdp=4")] * 2, **settings() | virtual_devices(2))
     for done in finish(pair, 900):
         assert done.returncode == 0, done.stderr
     alone = run(tiny, one, *sets, "--set", "mesh.fsdp=1")
