@@ -1,12 +1,17 @@
 """The test session: CPU only, offline, few threads, and a compilation cache that outlives it."""
 
 import os
+from pathlib import Path
 
-# Read when numpy, torch, JAX and the Hugging Face libraries are first imported. Two threads of a BLAS in
+# Read when numpy, torch, JAX and the Hugging Face libraries are first imported, also in processes that tests
+# start. Two threads of a BLAS in
 # each of several pytest workers only wait for each other.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its compiler, in several workers
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "jax-tests")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,7 +21,6 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # as commands.p
 
 import gc
 import time
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -26,12 +30,6 @@ _UNTIL = float(os.environ.get("TESTS_UNTIL") or "inf")  # seconds since the epoc
 _QUICK = "jax_disable_most_optimizations"
 # An older emitter of loops, which compiles faster. JAX 0.11 has only the newer one.
 _QUICK_XLA = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
-_CACHE = Path(__file__).parent.parent / ".cache" / "jax-tests"
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The same examples in every run, and no deadline: the first example compiles.
 hypothesis.settings.register_profile(
@@ -63,7 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["NPROC"] = str(max(4, os.cpu_count() or 1))  # read when XLA's client is made
     if marks not in ("aot", "ray", "soak"):
         os.environ[_QUICK.upper()] = "1"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_XLA}".strip()
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = flags if _QUICK_XLA in flags else f"{flags} {_QUICK_XLA}".strip()
         jax.config.update(_QUICK, True)
 
 

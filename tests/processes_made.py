@@ -57,8 +57,6 @@ def found_on(devices: int, worker: str, *args: str) -> dict:
     env |= {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [sys.executable, str(ROOT / "tests" / worker), *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)

@@ -39,10 +39,8 @@ def install(wheel: Path, folder: Path) -> Path:
 
 def environment(site: Path | None = None) -> dict[str, str]:
     """The variables of a process that has nothing of this checkout but its caches; it finds `site`."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests")}
-    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     place = {"PYTHONPATH": "" if site is None else str(site)}
-    return os.environ | cache | place | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "XLA_FLAGS": ""}
+    return os.environ | place | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "XLA_FLAGS": ""}
 
 
 def found(name: str) -> str | None:

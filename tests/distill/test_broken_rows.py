@@ -222,8 +222,7 @@ sys.exit(commands.train())
 
 def run_two(file: Path, out: Path, *more: str, disk: bool = False):
     words = [sys.executable, "-c", PROCESS.format(disk=disk), "--config", str(file), "--out", str(out), *more]
-    environ = {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests")}
-    return finish(start([words, words], **environ))
+    return finish(start([words, words], PYTHONPATH=str(ROOT)))
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 
 ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 STEPS = 40
 
 CONFIG = """
@@ -74,30 +75,16 @@ def command(config: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), "--config", str(config), "--out", str(out), *more]
 
 
-def settings() -> dict[str, str]:
-    """Environment variables by which programs are compiled once for all runs."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": str(ROOT),
-    }
-
-
-def environment() -> dict[str, str]:
-    return os.environ | settings() | {"JAX_PLATFORMS": "cpu"}
-
-
 def run(config: Path, out: Path, *more: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(config, out, *more), env=environment(), capture_output=True, text=True, cwd=ROOT, timeout=300
+        command(config, out, *more), env=ENVIRONMENT, capture_output=True, text=True, cwd=ROOT, timeout=300
     )
 
 
 def begun(config: Path, out: Path, *more: str) -> subprocess.Popen:
     """The same, not waited for."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command(config, out, *more), env=environment(), cwd=ROOT, **pipes)
+    return subprocess.Popen(command(config, out, *more), env=ENVIRONMENT, cwd=ROOT, **pipes)
 
 
 def refused(capsys, config: Path, out: Path, *more: str) -> str:
@@ -279,7 +266,9 @@ def test_two_processes_of_two_devices_train_the_demo_as_one_device_does(tmp_path
     few += "evaluation.seq_len=256 evaluation.batch_size=4"
     sets = [word for field in few.split() for word in ("--set", field)]
     tiny, two, one = ROOT / "configs" / "tiny.py", tmp_path / "two", tmp_path / "one"
-    pair = start([command(tiny, two, *sets, "--set", "mesh.fsdp=4")] * 2, **settings() | virtual_devices(2))
+    pair = start(
+        [command(tiny, two, *sets, "--set", "mesh.fsdp=4")] * 2, PYTHONPATH=str(ROOT), **virtual_devices(2)
+    )
     for done in finish(pair, 900):
         assert done.returncode == 0, done.stderr
     alone = run(tiny, one, *sets, "--set", "mesh.fsdp=1")
@@ -292,7 +281,7 @@ def test_two_processes_of_two_devices_train_the_demo_as_one_device_does(tmp_path
 def refused_soon(commands: list[list[str]]) -> list[subprocess.CompletedProcess]:
     """The output of processes of one run; all must end within 30 seconds of their start."""
     began = time.monotonic()
-    done = finish(start(commands, **settings()), 60)
+    done = finish(start(commands, PYTHONPATH=str(ROOT)), 60)
     assert time.monotonic() - began < 30
     assert [each.returncode for each in done] == [2] * len(commands), done
     return done
@@ -345,14 +334,14 @@ def test_a_signal_to_one_of_two_processes_saves_one_step_that_one_resumes_and_th
         assert all(process.returncode == 0 for process in done), [process.stderr for process in done]
         return done
 
-    zero, one = after(5, start([command(config, out, *ENDLESS)] * 2, **settings()))
+    zero, one = after(5, start([command(config, out, *ENDLESS)] * 2, PYTHONPATH=str(ROOT)))
     (saved,) = [int(path.name) for path in (out / "checkpoints").iterdir()]
     assert f"saved step {saved} in" in zero.stdout and not one.stdout.count("saved")
     assert max(losses(out)) == saved and not (out / "export").exists()
-    (alone,) = after(saved + 3, start([command(config, out, *ENDLESS, "--resume")], **settings()))
+    (alone,) = after(saved + 3, start([command(config, out, *ENDLESS, "--resume")], PYTHONPATH=str(ROOT)))
     assert f"resumed from step {saved}" in alone.stdout
     saved = max(losses(out))
-    zero, _ = after(saved + 3, start([command(config, out, *ENDLESS, "--resume")] * 2, **settings()))
+    zero, _ = after(saved + 3, start([command(config, out, *ENDLESS, "--resume")] * 2, PYTHONPATH=str(ROOT)))
     assert f"resumed from step {saved}" in zero.stdout
     assert sorted(losses(out)) == list(range(1, max(losses(out)) + 1))
     assert all(len(found) == 1 for found in losses(out).values())
@@ -362,7 +351,7 @@ def test_a_signal_to_one_of_two_processes_saves_one_step_that_one_resumes_and_th
 @pytest.mark.parametrize("killed", [0, 1])
 def test_when_one_of_two_processes_is_killed_the_other_ends_and_says_why(config, tmp_path, killed):
     """Process 0 has JAX's coordinator in it: without it JAX aborts at once, else a collective fails."""
-    started = start([command(config, tmp_path / "run", *ENDLESS)] * 2, **settings())
+    started = start([command(config, tmp_path / "run", *ENDLESS)] * 2, PYTHONPATH=str(ROOT))
     reached(tmp_path / "run", 3, started)
     started[killed].kill()
     began = time.monotonic()
