@@ -26,32 +26,23 @@ WAYS = {
     "chunks of 7, three steps a launch, two lanes": {
         "max_num_batched_tokens": 7, "steps_per_launch": 3, "max_num_seqs": 2
     },
-    "pages of 1": {"page_size": 1, "max_num_batched_tokens": 16},
-    "pages of 5": {"page_size": 5},
+    "pages of 1, read a few keys at a time": {
+        "page_size": 1, "max_num_batched_tokens": 16, "kernels": "attention=xla"
+    },
     "no prefix cache": {"prefix_caching": False},
     "so few pages that sequences are preempted": {"num_pages": 33, "page_size": 2},
-    "one sequence at a time": {"max_num_seqs": 1},
     "guesses checked": {"drafts": 3},
-    "pages read by the definition": {"kernels": "attention=reference"},
-    "pages read a few at a time": {"kernels": "attention=xla"},
-    "pages filled by the definition": {"kernels": "fill=reference"},
-    "pages filled at once": {"kernels": "fill=xla"},
-    "pages filled at once, in chunks of 7": {
-        "kernels": "fill=xla", "max_num_batched_tokens": 7, "max_num_seqs": 2
+    "pages read and filled by the definition": {"kernels": "attention=reference,fill=reference"},
+    "pages of 5 filled at once, guesses checked, in chunks of 7, one sequence at a time": {
+        "kernels": "fill=xla", "page_size": 5, "drafts": 3, "max_num_batched_tokens": 7, "max_num_seqs": 1
     },
     "pages filled at once, so few that sequences are preempted": {
         "kernels": "fill=xla", "num_pages": 33, "page_size": 2
     },
-    "pages filled at once, guesses checked": {"kernels": "fill=xla", "drafts": 3},
 }  # fmt: skip
 
 
-SLOW = (  # each part of these is in another way as well
-    "pages of 1", "pages of 5", "one sequence at a time", "pages read by the definition",
-    "pages read a few at a time", "pages filled at once", "pages filled by the definition",
-    "pages filled at once, in chunks of 7", "pages filled at once, guesses checked",
-    "pages filled at once, so few that sequences are preempted",
-)  # fmt: skip
+SLOW = [way for way in WAYS if "pages" in way and way != "so few pages that sequences are preempted"]
 
 
 @pytest.mark.slow(*SLOW)

@@ -99,17 +99,6 @@ def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
     assert tiny.all_free(llm.engine)
 
 
-@pytest.mark.slow("2")
-@pytest.mark.parametrize("tail", [2, 5])
-def test_the_base_reads_a_longer_tail(tail):
-    """Prompts shorter than it have no auxiliary tokens at all."""
-    llm = make(tail=tail)
-    poison(llm)
-    assert tiny.tokens(tiny.run(llm)) == wanted(tail=tail)
-    assert llm.stats["auxiliary_tokens"] == sum(max(0, n - tail) for n in tiny.LENGTHS)
-    assert llm.stats["prompt_tokens"] == sum(tiny.LENGTHS)
-
-
 def test_a_second_turn_finds_what_the_auxiliary_read_and_no_more():
     """The first answer lies in pages of the base's own rows: the auxiliary reads it again."""
     llm, first = make(num_pages=32), tiny.prompts((25,), seed=8)[0]
@@ -208,13 +197,6 @@ def test_three_hundred_prompts_in_any_company_are_answered_as_alone(plan, tail):
     assert len(found) == 300 and all(counts.values()), counts
     wrong = [prompt for prompt, answer in found if answer != definition(plan, prompt, tail)]
     assert not wrong
-
-
-def test_a_base_that_is_its_own_auxiliary_answers_as_it_does_alone():
-    llm = LLM.from_model(*of_two(*tiny.model("standard")), tiny.Bytes(), **tiny.SIZES)
-    prompts = tiny.prompts(np.random.default_rng(1).integers(1, 50, 40), seed=7)
-    want = tiny.tokens(tiny.run(tiny.make("standard"), prompts))
-    assert tiny.tokens(tiny.run(llm, prompts)) == want
 
 
 def test_pages_of_a_failed_request_are_wiped_in_both_pools():
