@@ -296,15 +296,6 @@ def test_a_kernel_that_crashed_the_machine_is_not_tried_again(book, folder):
     assert "died when this ran" in found.results["decode: reference"]["reason"]
 
 
-def test_an_interrupted_check_resumes_where_it_stopped(book, folder):
-    book.answers["reference"] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        decide.decide([DECODE], HERE, folder, candidates=TWO)
-    book.answers["reference"] = timed(0.5)
-    assert decide.decide([DECODE], HERE, folder, candidates=TWO).names == {"decode": "reference"}
-    assert book.ran == ["decode: xla", "decode: reference", "decode: reference"]
-
-
 THREE = {"decode": ("xla", "reference", "xla_one_turn")}
 
 
@@ -337,16 +328,6 @@ def test_a_machine_that_is_always_too_slow_stops_checking(ended, book, folder, m
         assert found.names == {"decode": "xla"} and bool(found.kept) == (start == 2)
     count = len(book.ran)
     assert decide.decide([DECODE], HERE, folder, candidates=THREE).kept and len(book.ran) == count == 6
-
-
-def test_failures_are_recorded_even_if_no_process_starts_afterwards(book, folder):
-    """It may have kept the device."""
-    book.answers |= {"xla": dict(KILLED), "reference": {"status": "not started", "reason": "busy"}}
-    assert not decide.decide([DECODE], HERE, folder, candidates=TWO).kept
-    book.answers["reference"] = timed(0.5)
-    found = decide.decide([DECODE], HERE, folder, candidates=TWO)
-    assert found.names == {"decode": "reference"} and found.kept
-    assert book.ran == ["decode: xla", "decode: reference", "decode: reference"]
 
 
 def test_if_no_worker_process_starts_no_result_is_stored(book, folder):

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from k_cache_checks import agree, exact, in_blocks
 
@@ -19,6 +17,8 @@ from swiftkv_jax.kernels.common.pools import Pool, encode
 from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_gpu, pallas_tpu, reference, xla
 
 QUICK = ("lengths", "rotated", "chunk", "int8")  # by default; the others are slow
+SLOW = [name for name in cases.SMALL if name not in QUICK]
+OF_XLA = [name for name in cases.SMALL if not name.startswith("width")]  # which treats all widths alike
 
 
 def interpreted(case: cases.Case, pages: int = 2):
@@ -31,12 +31,9 @@ def by_xla(case: cases.Case):
     return functools.partial(cases.call, **case.options, implementation="xla")
 
 
-def slow_unless_quick(names):
-    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
+@pytest.mark.slow(*(f"{name}-{how}" for name in SLOW for how in ("xla", "xla_one_turn")))
 @pytest.mark.parametrize("how", ["xla", "xla_one_turn"])
-@pytest.mark.parametrize("name", slow_unless_quick(cases.SMALL))
+@pytest.mark.parametrize("name", OF_XLA)
 def test_xla_agrees_with_the_definition(name, how):
     case = cases.SMALL[name]
     args, arrays = case.make()
@@ -114,7 +111,8 @@ def test_one_turn_has_no_loop_of_unknown_length(monkeypatch):
     assert loops("xla") and all(loops("xla"))
 
 
-@pytest.mark.parametrize("name", slow_unless_quick(cases.SMALL))
+@pytest.mark.slow(*SLOW)
+@pytest.mark.parametrize("name", cases.SMALL)
 def test_tpu_kernel_agrees_with_the_definition(name):
     case = cases.SMALL[name]
     args, arrays = case.make()
@@ -271,25 +269,6 @@ def test_cached_inputs_give_ordinary_attention(name, queries):
     else:
         got = cases.call_inputs(*args, row=1, implementation=name)
     np.testing.assert_allclose(got, want, atol=2e-5)
-
-
-@pytest.mark.slow
-@settings(max_examples=4)
-@given(
-    lengths=st.lists(st.integers(0, 96), min_size=1, max_size=4),
-    queries=st.integers(1, 3),
-    rotated=st.booleans(),
-    window=st.sampled_from([None, 1, 33]),
-    implementation=st.sampled_from(["xla", "pallas_tpu"]),
-)
-def test_any_shape_agrees_with_the_definition(lengths, queries, rotated, window, implementation):
-    case = cases.Case(
-        lengths=tuple(lengths), queries=queries, rotated=rotated, window=window, heads=2, width=16, slots=3
-    )
-    args, arrays = case.make()
-    run = {"xla": by_xla, "pallas_tpu": interpreted}[implementation](case)
-    got = jax.jit(run)(*args, **arrays)
-    agree(case, got, exact(case, args, arrays))
 
 
 @pytest.mark.slow

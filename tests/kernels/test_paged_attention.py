@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from tiny_models import sized
 
@@ -32,7 +30,8 @@ from swiftkv_jax.kernels.paged_attention import (
 )
 
 QUICK = ("lengths", "chunk", "window", "bfloat16", "int8_chunk")  # by default; the others are slow
-NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
+SLOW = [name for name in cases.SMALL if name not in QUICK]
+OF_XLA = [name for name in cases.SMALL if not name.startswith("width")]  # which treats all widths alike
 
 
 def alone(case: cases.Case, run, **options):
@@ -83,14 +82,16 @@ def agree(case: cases.Case, run, tolerance: float | None = None):
     assert (got[np.array(case.lengths) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow(*SLOW)
+@pytest.mark.parametrize("name", OF_XLA)
 def test_xla_agrees_with_the_definition(name):
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
-@pytest.mark.parametrize("room", [1 << 28, 1 << 16], ids=["whole", "in groups"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow(*(f"{name}-{1 << 16}" for name in SLOW))
+@pytest.mark.parametrize("name, room", [(n, 1 << 16) for n in OF_XLA] + [(n, 1 << 28) for n in QUICK])
 def test_xla_agrees_in_one_turn(name, room, monkeypatch):
+    """In groups of sequences, and of all at once."""
     monkeypatch.setattr(xla, "ONE_TURN_BYTES", room)
     case = cases.SMALL[name]
     agree(case, functools.partial(cases.call, **case.options, implementation="xla_one_turn"))
@@ -310,7 +311,8 @@ def test_positions_may_leave_gaps(positions, stored):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow(*SLOW)
+@pytest.mark.parametrize("name", cases.SMALL)
 def test_tpu_kernel_agrees_with_the_definition(name):
     agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
 
@@ -392,29 +394,6 @@ def test_the_hopper_kernel_cuts_blocks_to_what_fits(change, most):
     (q, k, v, *rest), arrays = case.shapes()
     assert not pallas_gpu.refuses(q, k, v, *rest, **arrays, **case.options)
     assert pallas_gpu.most_queries(q, k, v) == most
-
-
-@pytest.mark.slow
-@settings(max_examples=4)
-@given(
-    lengths=st.lists(st.integers(0, 96), min_size=1, max_size=4),
-    queries=st.integers(1, 3),
-    each=st.sampled_from([1, 3]),
-    kv_heads=st.integers(1, 2),
-    window=st.sampled_from([None, 1, 33]),
-    implementation=st.sampled_from([by_xla, interpreted]),
-)
-def test_any_shape_agrees_with_the_definition(lengths, queries, each, kv_heads, window, implementation):
-    case = cases.Case(
-        lengths=tuple(lengths),
-        queries=queries,
-        heads=each * kv_heads,
-        kv_heads=kv_heads,
-        window=window,
-        width=16,
-        slots=3,
-    )
-    agree(case, implementation(case))
 
 
 @pytest.mark.slow
