@@ -28,18 +28,6 @@ def timed(kind_and_name: str, **seconds: float) -> dict:
     return {kind_and_name: {"status": "done", "right": True, "why": "", "error": 0.0, **sizes}}
 
 
-def test_the_claim_comes_first_and_the_first_command_takes_its_minutes():
-    """By the winning kernels within 2:40; the kernels that read keys alone within 9:20."""
-    expected = [order.line("hardware", "hardware", {}), *lines_of(winner=lambda _, names, __: names[-1])]
-    names = [line.name for line in expected]
-    assert len(set(names)) == len(names)
-    assert all(line.least <= line.limit for line in expected)
-    until = {line.name: sum(x.least for x in expected[: i + 1]) for i, line in enumerate(expected)}
-    winners = "decode pallas_gpu, chunk cudnn"
-    assert until[f"engine: 16 x 8192, SwiftKV 50 %, {winners}"] <= 160
-    assert until["decode, keys alone, page 64: pallas_gpu"] <= 560
-
-
 def test_the_engine_runs_by_the_winners_and_a_wrong_kernel_wins_nothing():
     results: dict = {}
     decode, chunk = "decode, page 64", "chunk, page 64"

@@ -1,28 +1,23 @@
 """The comparison at equal FLOPs: its prompts, its counts, its averages, and what it writes."""
 
-import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import PLAIN, tiny
-from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
 from benchmarks.papers.baselines import RandomPruning
-from benchmarks.papers.compare import __main__ as command
-from benchmarks.papers.compare import evaluation, row_errors, systems, times
+from benchmarks.papers.compare import evaluation, row_errors, systems
 from benchmarks.papers.compare.evaluation import Answers, Point, Prompts
-from benchmarks.papers.compare.systems import System, full_depth
-from benchmarks.papers.compare.training import experiment
+from benchmarks.papers.compare.systems import full_depth
 from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.ends import logits
-from swiftkv_jax.core.scan import forward, of_rows
-from swiftkv_jax.distill.config import LossConfig, PlanConfig, PredictConfig, PredictionLossConfig
+from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill.data.sources import open_documents, split_of
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -124,83 +119,3 @@ def test_errors_of_rows_are_mean_differences_by_place_and_their_distribution():
     numbers = ROWS.size * PLAIN.kv_width
     assert found.counts[1, 2, where - 1 :].sum() > 0.4 * numbers  # the histogram ends near what is usual
     assert found.counts[1].sum(1).max() <= numbers and found.counts[1, 0, 49:51].sum() == numbers
-
-
-def test_errors_of_rows_are_those_of_the_definition():
-    """Rows read from others, on values, which nothing turns."""
-    model, params = pair((0, 0, 1, 1))
-
-    def values(model):
-        small = predict.read(
-            model.auxiliary, params["auxiliary"], jnp.asarray(ROWS), None, None, model.prediction.reads
-        )
-        return predict.predict_rows(model, params, of_rows(small.raw, model.prediction.reads))[1]
-
-    apart = np.abs(np.asarray(values(model) - values(pair()[0]))).mean((1, 3))
-    np.testing.assert_allclose(row_errors.row_errors(model, params, ROWS).l1[1], apart, atol=1e-5)
-    assert apart.max() > 0.01
-
-
-def test_each_system_is_trained_with_its_own_loss():
-    model = str(DEMO / "teacher")
-    base = tiny(PLAIN, KVPlan.standard(4))
-
-    def made(name, **training):
-        return experiment(System(name, "x", 0.5, *base, training), model, "text", 64, 7)
-
-    student = made("SwiftKV", plan=PlanConfig(split=2, init="least_squares"))
-    assert student.loss == LossConfig() and student.trainable == "swiftkv"
-    half = System(
-        "KV prediction", "x", 0.5, *base, {"predict": PredictConfig(keep=(0, 2)), "trainable": "predictor"}
-    )
-    weights = [experiment(each, model, "text", 64, 7).loss for each in systems.by_weights(half)]
-    assert weights == [PredictionLossConfig(rows_weight=w) for w in (0.0, None, 1.0)]
-    alone = made("alone", keep=(0, 2), trainable="all", loss=LossConfig(kl_weight=0.0, lm_weight=1.0))
-    assert {e.steps * e.data.batch_size * e.data.seq_len for e in (student, alone)} == {7 * 8 * 64}
-
-
-def few(monkeypatch) -> None:
-    """Less of everything."""
-    kept, rest = systems.kept_layers, systems.others
-    monkeypatch.setattr(systems, "kept_layers", lambda sizes: kept(sizes)[1:2])
-    monkeypatch.setattr(systems, "_SPLITS", (0.5,))
-    monkeypatch.setattr(systems, "others", lambda source: list(rest(source))[:1])
-    monkeypatch.setattr(evaluation, "FIT_TOKENS", 1024)
-    monkeypatch.setattr(times, "LENGTHS", (16, 32))
-    monkeypatch.setattr(times, "SHORT", (2, 9))
-
-
-def saved(folder, seed: int = 0, **sizes):
-    """A small model of four layers with a tokenizer."""
-    config = dataclasses.replace(PLAIN, vocab_size=300, max_position_embeddings=64, **sizes)
-    skv.save_pretrained(make_tokenizer(folder), *tiny(config, KVPlan.standard(config.num_layers), seed))
-    return folder
-
-
-@pytest.mark.slow
-def test_systems_are_trained_and_timed_too_and_an_auxiliary_of_its_own_is_one(
-    text, tmp_path, monkeypatch, capsys
-):
-    few(monkeypatch)
-    model, small = saved(tmp_path / "model"), saved(tmp_path / "small", 3, num_layers=2, windows=())
-    asked = ["--model", str(model), "--text", text, "--length", "32", "--prompts", "40", "--rounds", "1"]
-    asked += ["--train", "2", "--auxiliary", str(small), "--out", str(tmp_path / "out")]
-    assert command.main(asked) == 0, capsys.readouterr().err
-    told = json.loads((tmp_path / "out" / "compare.json").read_text())
-    points = {(p["system"], p["setting"]): p for p in told["points"]}
-    assert told["train_tokens"] == 2 * 8 * 32
-    for name in ("SwiftKV", "AcrossKV"):
-        assert points[name, "split 2"]["gap"] != points[name + ", trained", "split 2"]["gap"]
-    own = "KV prediction, its own auxiliary"
-    for name in ("KV prediction", "KV prediction: alone", own, f"{own}: alone"):
-        setting = "small" if own in name else "layers 0 2"
-        assert points[name, setting]["gap"] != points[name + ", trained", setting]["gap"]
-    paper = "KV prediction, the paper's loss, trained"
-    assert len({points[paper, f"rows_weight {w}"]["gap"] for w in ("0", "1 / rows", "1")}) == 3
-    timed = [p for name, p in points.items() if name[0] != "random pruning"]
-    assert all(p["ttft"] > 0 and p["ttft_short"] > 0 for p in timed)
-    seconds = told["ttft_seconds"]
-    assert seconds.pop("prompts") == 8
-    assert set(seconds) == {"full depth", "KV prediction", "KV prediction: alone"}
-    assert all(set(curve) == {"16", "32"} for curve in seconds.values())
-    assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
