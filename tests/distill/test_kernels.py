@@ -9,7 +9,6 @@ import pytest
 from tiny_models import sized
 
 from swiftkv_jax.cli import convert, distil
-from swiftkv_jax.common import processes
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.distill import compile_only, kernels
@@ -103,13 +102,6 @@ def test_a_named_kernel_is_kept_and_a_cpu_checks_nothing(asked):
     assert not asked
 
 
-def test_kernels_are_not_checked_if_this_process_holds_the_tpu(asked, monkeypatch):
-    monkeypatch.setattr(kernels.machines, "taken", lambda: True)
-    choose(RUN, TPU)
-    choose(RUN, GPU)
-    assert [more["taken"] for *_, more in asked] == [True, True]
-
-
 def test_a_kv_predictor_trains_by_what_is_best_for_both_of_its_models(asked, monkeypatch):
     small = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2)
     given = PredictConfig(auxiliary="small", architecture=small)
@@ -147,8 +139,3 @@ def test_commands_choose_before_jax_has_its_devices(monkeypatch, tmp_path, capsy
     assert convert.main([str(DEMO / "teacher"), *words]) == 2
     assert order == [("choose", 64), "devices", ("choose", 32), "devices"]
     assert capsys.readouterr().err.count("seen enough") == 2
-
-
-def test_process_0_decides_for_all(asked, monkeypatch):
-    monkeypatch.setattr(processes, "text_from_first", lambda *_: '["cudnn", "checked on a chip"]')
-    assert choose(RUN, GPU)[0] == "cudnn" and not asked

@@ -68,21 +68,6 @@ def test_processes_that_cannot_be_joined_are_one_line(wanted, environ, said, mon
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_launcher_or_where_it_is_not_wanted_a_process_is_alone(monkeypatch):
-    asked = []
-
-    def initialize(**given):
-        asked.append(given)
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    processes.start(None, {})
-    processes.start(False, {"JAX_COORDINATOR_ADDRESS": "a:1"})
-    assert len(asked) == 1 and processes.is_first() and processes.any_process(True)
-    with pytest.raises(KeyError), processes.together():
-        raise KeyError("as it was")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_whose_peers_never_start_fails_in_one_line(index):

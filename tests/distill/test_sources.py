@@ -3,7 +3,6 @@
 import gzip
 import json
 import lzma
-from hashlib import sha256
 from pathlib import Path
 
 import datasets
@@ -27,16 +26,6 @@ def write_rows(path: Path, rows: list, opener=open) -> str:
     with opener(path, "wt", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
     return str(path)
-
-
-@pytest.mark.parametrize("suffix, opener", [("", open), (".xz", lzma.open), (".gz", gzip.open)])
-def test_rows_of_jsonl(tmp_path, suffix, opener):
-    rows = [{"id": "a#0", "text": "one\u2028two"}, {"messages": CHAT}, "", {"text": "naïve 雪"}]
-    documents = open_documents([write_rows(tmp_path / f"rows.jsonl{suffix}", rows, opener)])
-    assert [d.text for d in documents] == ["one\u2028two", "", "naïve 雪"]
-    assert documents[1].messages == tuple(CHAT)
-    assert documents[0].id == "a#0"
-    assert documents[2].id == sha256("naïve 雪".encode()).hexdigest()
 
 
 def test_folder_json_and_text_files_in_one_order(tmp_path):

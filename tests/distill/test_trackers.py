@@ -94,24 +94,3 @@ def test_a_resumed_run_begins_a_new_line_after_one_that_a_kill_cut_short(tmp_pat
         progress.close()
         assert "\n\n" not in file.read_text()
         assert metrics_of(tmp_path) == [*kept, {"step": 2, "eval/kl": 0.5}]
-
-
-def test_tensorboard_gets_scalars(tmp_path, monkeypatch):
-    board = faked("tensorboardX", monkeypatch)
-    scalars = []
-
-    class Writer:
-        def __init__(self, folder: str):
-            scalars.append(folder)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            scalars.append((name, value, step))
-
-        def close(self) -> None:
-            scalars.append("closed")
-
-    monkeypatch.setattr(board, "SummaryWriter", Writer, raising=False)
-    (tracker,) = trackers.start(("tensorboard",), "mine", tmp_path, {})
-    tracker.log({"loss": 2.0}, 3)
-    tracker.finish()
-    assert scalars == [str(tmp_path / "tensorboard"), ("loss", 2.0, 3), "closed"]

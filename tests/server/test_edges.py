@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 
-import http_server
 import httpx
 import pytest
 import tiny_engine as tiny
@@ -16,9 +15,7 @@ from http_server import LONG, SIZES, Running, connect, error_of, make_llm, start
 from patience import no_longer_than
 from tokenizers_made import CHATML, END, PLAIN, make_sentencepiece, make_tokenizer
 
-from swiftkv_jax.config.plan import KVPlan, Prediction
-from swiftkv_jax.core import predict
-from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, SamplingParams
 from swiftkv_jax.server import answers, generate, schema, service
@@ -184,19 +181,6 @@ def test_the_command_ends_with_1_when_its_engine_does_no_more(how):
         wait_for(lambda: "error: the engine has stopped; see the log" in "".join(said), 10)
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_score_prompts_is_served_and_says_so():
-    """A KV prediction of which the base reads two tokens of a prompt; nothing of the warm-up fails."""
-    base, params = tiny.model("standard")
-    model = Predicted(base, base, Prediction((0, 1, 2, 3), tail=2))
-    parts = {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
-    with Running(LLM.from_model(model, parts, tiny.Bytes(), **SIZES)) as server:
-        assert server.complete("x y z", max_tokens=2)["choices"][0]["finish_reason"] == "length"
-        asked = {"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}
-        answer = server.http.post("/v1/completions", json=asked)
-        assert answer.status_code == 400 and error_of(answer)
-
-
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
     """A server whose tokenizer was saved by transformers, with a chat template."""
@@ -308,13 +292,3 @@ def test_a_template_without_end_costs_its_request_only(chatty, monkeypatch):
     assert answer.status_code == 400 and error_of(answer)
     assert chatty.http.get("/health").status_code == 200
     assert chatty.complete([1, 2], max_tokens=2)["usage"]["completion_tokens"] == 2
-
-
-def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts():
-    with Running(LLM.from_model(*http_server.model(), **SIZES), warm_up=False) as server:
-        chosen = server.complete([5, 6, 7], max_tokens=2)["choices"][0]
-        assert (chosen["text"], chosen["finish_reason"]) == ("", "length")
-        chat, text = {"messages": [{"role": "user", "content": "hello"}]}, {"prompt": "hello"}
-        for route, body in (("/v1/completions", text), ("/v1/chat/completions", chat), ("/tokenize", text)):
-            answer = server.http.post(route, json=body)
-            assert answer.status_code == 400 and error_of(answer)

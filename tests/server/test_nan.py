@@ -11,7 +11,6 @@ from http_server import Running, make_llm, unharmed, wait_for
 from swiftkv_jax.engine.request import SamplingParams
 
 WARM_UP = True
-LENGTH = 24
 
 
 def tokens_of(prompts: list) -> list[list[int]]:
@@ -38,7 +37,7 @@ def served_by(server: Running, params: dict):
 
 
 def text_of(server: Running, prompt, **fields) -> str:
-    body = server.complete(prompt, max_tokens=LENGTH, ignore_eos=True, **fields)
+    body = server.complete(prompt, max_tokens=24, ignore_eos=True, **fields)
     return body["choices"][0]["text"]
 
 
@@ -85,28 +84,3 @@ def test_a_prompt_that_gives_nan_is_an_error_and_is_forgotten(served, stream, n)
     unharmed(served, harm)
     assert 3 <= corrupted(served) - failed <= 3 * n  # when one has failed the other may not be waited for
     check_forgotten(served, prompt, body["cache_salt"], want)
-
-
-def test_nan_during_a_stream_ends_it_with_an_error(served):
-    """It comes when the model reads a token of its own: what was sent before stands, and is forgotten too."""
-    said = {*tokens_of(["canary"])[0], *b"canary"}
-    prompts = [[*range(start, start + 20)] for start in range(100)]
-    prompt, token = next(
-        (prompt, tokens[9])
-        for prompt, tokens in zip(prompts, tokens_of(prompts), strict=True)
-        if tokens[9] not in {*said, *prompt, *tokens[:9]} and tokens[9] < 256
-    )
-    want = text_of(served, prompt, cache_salt="apart")
-    bad = poison(served, token)
-    body = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
-
-    def harm() -> list:
-        with served_by(served, bad):
-            return served.events(**body, cache_salt="doomed")
-
-    *events, error, done = unharmed(served, harm)
-    assert done == "[DONE]" and set(error) == {"error"} and error["error"]["type"] == "server_error"
-    begun = "".join(event["choices"][0]["text"] for event in events)
-    assert begun and want.startswith(begun) and begun != want
-    assert all(event["choices"][0]["finish_reason"] is None for event in events)
-    check_forgotten(served, prompt, "doomed", want)

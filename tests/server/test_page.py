@@ -1,7 +1,6 @@
 """The page at `/`: what it shows is what the API says, in a real browser; text stays text."""
 
 import re
-import time
 from pathlib import Path
 
 import browser
@@ -13,7 +12,6 @@ from http_server import Running, make_llm, wait_for
 
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.server import page
 
 KEY = "a-key"
@@ -65,31 +63,6 @@ def test_the_files_need_no_key_and_let_nothing_else_in(both):
             assert stranger.post(route).status_code == 405
         assert stranger.get("/v1/models").status_code == 401
         assert stranger.get("/page.js/").status_code == stranger.get("/static/page.js").status_code == 401
-
-
-@pytest.mark.slow
-def test_both_models_answer_by_name(both):
-    """Each as its own LLM does, with its own engine, and metrics told apart by name."""
-    cards = {card["id"]: card for card in both.http.get("/v1/models").json()["data"]}
-    assert [(c["layers"], c["split"], c["share"]) for c in cards.values()] == [(2, None, None), (2, 1, 1)]
-    ids = list(b"The cache")
-    body = {"temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
-    for name, llm in {"plain": standard(), "swift": make_llm(Marked())}.items():
-        assert cards[name]["cache_bytes_per_token"] == llm.cache_bytes_per_token
-        assert both.http.get(f"/v1/models/{name}").json() == cards[name]
-        (want,) = llm.generate([ids], SamplingParams(**body), use_tqdm=False)
-        found = both.complete(ids, model=name, **body)
-        chosen = [next(iter(entry.values())).logprob for entry in want.outputs[0].logprobs]
-        assert found["model"] == name
-        assert found["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(chosen, abs=1e-5)
-    assert both.complete(ids, **body)["model"] == "plain"
-    assert both.http.post("/v1/completions", json={"prompt": ids, "model": "third"}).status_code == 404
-    lines = both.http.get("/metrics").text.splitlines()
-    types = [line for line in lines if line.startswith("# TYPE")]
-    assert len(types) == len(set(types)), "each metric is described once"
-    for name in cards:
-        label = f'swiftkv_generation_tokens_total{{engine="0",model_name="{name}"}}'
-        assert float(next(line for line in lines if line.startswith(label)).split()[-1]) >= 12
 
 
 def test_one_engine_that_is_stuck_makes_the_server_unhealthy(both, monkeypatch):
@@ -157,37 +130,4 @@ def test_an_answer_streams_as_text_with_what_it_cost(both, opened):
     done(opened)
     cells = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent)"
     assert [*map(int, opened.run(f"return {cells}"))] == [4, 8, 16, 32, 57]
-    assert not opened.complaints()
-
-
-@pytest.mark.slow
-def test_a_chat_sends_its_history_and_can_be_stopped_and_reset(both, opened, monkeypatch):
-    read, encode = [], Marked.encode_chat
-    monkeypatch.setattr(
-        Marked, "encode_chat", lambda self, said, *rest: read.append(said) or encode(self, said, *rest)
-    )
-    opened.run("document.querySelector('input[value=chat]').click()")
-    opened.type("#max-tokens", "2")
-    for message in ("one", "two"):
-        opened.type("#message", message)
-        opened.press("Enter")
-        opened.wait("document.querySelector('#run').disabled")
-        done(opened)
-    history = [("user", "one"), ("assistant", MARKUP[:3]), ("user", "two")]
-    for said in read[2:]:  # of each model
-        assert [(m["role"], m["content"][:3]) for m in said] == history
-    assert [len(said) for said in read] == [1, 1, 3, 3]
-    assert opened.run("return document.querySelectorAll('.turn').length") == 2 * 4
-    assert opened.run("return document.querySelectorAll('.turn *').length") == 0
-    opened.click("#anew")
-    assert opened.run("return document.querySelectorAll('.turn').length") == 0
-    step = both.engine.step
-    monkeypatch.setattr(both.engine, "step", lambda: time.sleep(0.1) or step())
-    opened.type("#max-tokens", "50")
-    opened.type("#message", "three")
-    opened.press("Enter")
-    wait_for(lambda: both.engine.scheduler.running)
-    opened.press("Escape")
-    opened.wait("document.querySelector('#status').textContent == 'stopped'")
-    wait_for(both.idle)
     assert not opened.complaints()
