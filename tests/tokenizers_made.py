@@ -30,6 +30,14 @@ INSTRUCT = (
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
+def make_words(folder: Path) -> Path:
+    """Save a tokenizer whose word wN is token N, of 101."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
 def make_tokenizer(folder: Path, template: str | None = None, bos: bool = True) -> Path:
     """Save a tokenizer of about 300 tokens; it puts BOS in front of a text unless told otherwise."""
     rust = Tokenizer(models.BPE())

@@ -80,7 +80,6 @@ def test_tpu_kernel_agrees_with_the_definition(name):
 
 
 HOPPER = {
-    "one_page": cases.Case(live=(7,), rows=(1,), heads=1),
     "boundaries": cases.Case(live=(64, 1, 0), bias=True, k_norm=True),
     "nowhere": cases.Case(live=(64, 0, 0, 0, 0, 9)),
     "page128": cases.Case(live=(128, 70, 0), page=128, width=128),

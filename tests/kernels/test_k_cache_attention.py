@@ -120,10 +120,8 @@ def test_tpu_kernel_agrees_with_the_definition(name):
 
 
 HOPPER = {
-    "two_pages": cases.Case(lengths=(100,), slots=2, heads=1, width=128),
     "lengths": cases.Case(lengths=(0, 1, 64, 129), slots=3, heads=1, width=128),
     "chunk_window": cases.Case(lengths=(70, 190), slots=3, queries=2, window=50),
-    "no_rope": cases.Case(lengths=(70,), slots=3, rope=False),
     "split": cases.Case(lengths=(700,), slots=12, heads=2, width=128),  # in three shares
     "width256": cases.Case(lengths=(70,), slots=2, heads=2, width=256),  # two of them
     "rotated": cases.Case(lengths=(1, 100, 190), slots=3, heads=2, width=128, rotated=True),

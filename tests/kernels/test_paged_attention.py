@@ -337,7 +337,6 @@ HOPPER = {
     "split": cases.Case(lengths=(0, 1, 65, 700), slots=12),  # in three shares
     "chunk_window": cases.Case(lengths=(70, 256), queries=2, window=50, heads=8),
     "cut": cases.Case(lengths=(0, 20, 100), queries=35, heads=4),  # 32 fit: two pieces, one query too many
-    "width128": cases.Case(lengths=(130,), width=128, heads=2, kv_heads=2),
     "page128": cases.Case(lengths=(1, 129, 600), page=128, value=128),
     "width80": cases.Case(lengths=(0, 65, 200), width=80, heads=6, kv_heads=3, queries=2),
     "width96": cases.Case(lengths=(70, 256), width=96, window=50, value=80),

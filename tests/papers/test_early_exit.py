@@ -4,8 +4,7 @@ import hf_models
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers_made import make_words
 
 from benchmarks.papers import early_exit
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
@@ -22,10 +21,7 @@ def folders(tmp_path_factory):
     Untrained, that student is its teacher, so transformers can say what the whole model answers.
     """
     teacher, student = (tmp_path_factory.mktemp(name) for name in ("teacher", "student"))
-    hf_models.save(hf_models.make("llama_biases"), teacher)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(teacher)
+    make_words(hf_models.save(hf_models.make("llama_biases"), teacher))
     model, params = to_swiftkv(*from_pretrained(teacher), KVPlan.swiftkv(4, 3), exit_head=True)
     save_pretrained(student, model, params, source=teacher)
     return teacher, student

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers_made import make_words
 
 import swiftkv_jax as skv
 from swiftkv_jax.cli.slim import main
@@ -20,14 +19,6 @@ from swiftkv_jax.slim.calibrate import RIDGES, solve
 LAYERS, WIDTH = 4, 48
 CONDITIONS = (1e3, 1e9, math.inf, 1e3)  # of the layers' W_K
 FAR, SINGULAR = 1, 2
-
-
-def with_tokenizer(folder):
-    """Word wN is token N."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    return folder
 
 
 def planted(conditions=CONDITIONS):
@@ -48,7 +39,7 @@ def planted(conditions=CONDITIONS):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return with_tokenizer(hf_models.save(planted(), tmp_path_factory.mktemp("planted")))
+    return make_words(hf_models.save(planted(), tmp_path_factory.mktemp("planted")))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +151,7 @@ def test_bad_flags_are_one_line(folder, text, tmp_path, capsys):
 
 def test_grouped_heads_are_refused_or_kept(text, tmp_path, capsys):
     theirs = hf_models.build("llama", seed=3, num_hidden_layers=2)
-    folder = with_tokenizer(hf_models.save(theirs, tmp_path / "grouped"))
+    folder = make_words(hf_models.save(theirs, tmp_path / "grouped"))
     assert "2 kv heads of 12" in refused(folder, tmp_path, capsys, "--forms", "k")
     assert main(["--model", str(folder), "--out", str(tmp_path / "out"), "--text", str(text)]) == 0
     found = json.loads((tmp_path / "out" / "slim.json").read_text())
@@ -171,7 +162,7 @@ def test_grouped_heads_are_refused_or_kept(text, tmp_path, capsys):
 def of_family(family: str, text, tmp_path, *flags: str, **fields) -> tuple[dict, skv.KVPlan]:
     """(slim.json, the written plan) of a random model of one layer."""
     theirs = hf_models.build(family, seed=3, num_hidden_layers=1, **fields)
-    folder, out = with_tokenizer(hf_models.save(theirs, tmp_path / "plain")), tmp_path / "out"
+    folder, out = make_words(hf_models.save(theirs, tmp_path / "plain")), tmp_path / "out"
     assert main(["--model", str(folder), "--out", str(out), "--text", str(text), *flags]) == 0
     return json.loads((out / "slim.json").read_text()), skv.from_pretrained(out)[0].plan
 
@@ -194,7 +185,7 @@ def test_the_upper_layers_of_a_student_share_their_inputs(forms, text, tmp_path)
     """Two rows below the split, and one for both layers above it: `auto` sees that it saves most."""
     theirs = hf_models.build("gpt2", seed=3, num_hidden_layers=LAYERS, **hf_models.GPT2)
     teacher = skv.from_pretrained(hf_models.save(theirs, tmp_path / "plain"))
-    student, out = with_tokenizer(tmp_path / "student"), tmp_path / "out"
+    student, out = make_words(tmp_path / "student"), tmp_path / "out"
     with pytest.warns(skv.UsageWarning, match="no PyTorch code"):
         skv.save_pretrained(student, *skv.to_swiftkv(*teacher, skv.KVPlan.swiftkv(LAYERS, 2)))
         flags = ["--forms", forms, "--cache-dtype", "bfloat16", "--text", str(text)]

@@ -11,7 +11,6 @@ import pytest
 import tokenizers_made
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
 from swiftkv_jax.cli.slim import main
@@ -31,11 +30,8 @@ def theirs(**changes) -> transformers.T5ForConditionalGeneration:
 
 def saved(model, folder):
     """A folder as transformers saves it; word wN is token N."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     model.save_pretrained(folder)
-    return folder
+    return tokenizers_made.make_words(folder)
 
 
 @pytest.fixture(scope="module")
