@@ -7,6 +7,7 @@ Only this module changes process-wide state: the environment and `jax.config`.
 import argparse
 import importlib
 import os
+import re
 import sys
 import warnings
 from functools import partial
@@ -71,7 +72,7 @@ def expand_model_argument(name: str, words: list[str]) -> list[str]:
 
 def _our_eval(words: list[str]) -> str:
     """The module of this folder that `eval` means; "" for lm-eval."""
-    flags = {word.partition("=")[0] for word in words}
+    flags = set(re.split("[ =,]", " ".join(words)))
     if flags & {"--files", "retrieval"} or {"--against", "--tasks"} <= flags:
         return "tasks"
     return "answers" if "--against" in flags else ""
