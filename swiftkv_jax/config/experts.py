@@ -115,8 +115,10 @@ def experts_written(said: Mapping, reads: tuple[str, ...], config: typing.Any) -
     if "mlp_layer_types" in reads:
         out["mlp_layer_types"] = ["sparse" if own else "dense" for own in has]
     if "first_k_dense_replace" in reads:
-        first, *others = [i for i, own in enumerate(has) if own] or [len(has)]
-        step = others[0] - first if others else 1
-        # DeepSeek counts layers from 0, whichever is the first with experts.
-        out |= {"first_k_dense_replace": first, "moe_layer_freq": step if first % step == 0 else 1}
+        every = range(len(has))
+        first = has.index(True) if True in has else len(has)
+        fits = (
+            step for step in range(1, len(has) + 1) if has == [i >= first and i % step == 0 for i in every]
+        )
+        out |= {"first_k_dense_replace": first, "moe_layer_freq": next(fits, 1)}
     return out

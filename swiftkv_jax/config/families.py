@@ -160,7 +160,7 @@ _DEEPSEEK: _Fields = {
     "omits": ("head_dim",),
     "reads": (
         *("attention_bias", "qk_head_dim", "num_local_experts", "first_k_dense_replace", "moe_layer_freq"),
-        *(*OF_LATENTS, *_DEEPSEEK_EXPERTS.values()),
+        *(*OF_LATENTS, *(name for name in _DEEPSEEK_EXPERTS.values() if name != "topk_method")),
     ),
     "inert": tuple("aux_loss_alpha seq_aux ep_size num_nextn_predict_layers auto_map".split()) + _OF_ROUTERS,
 }

@@ -1,0 +1,187 @@
+"""Latent attention: any chunks give the definition's numbers; what config.json says; what is refused."""
+
+import dataclasses
+import json
+from functools import partial
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from documents import ROOT
+from safetensors.numpy import load_file, save_file
+from tiny_models import LATENT, tiny
+
+from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.experts import Experts
+from swiftkv_jax.config.model import ModelConfig, plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.layers import route
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import to_slim, to_swiftkv
+from swiftkv_jax.kernels.paged_attention import pallas_gpu
+
+V2_LITE = json.loads(
+    (ROOT / "tests" / "published_configs" / "deepseek-ai--DeepSeek-V2-Lite.json").read_text()
+)
+V3 = json.loads((ROOT / "tests" / "published_configs" / "deepseek-ai--DeepSeek-V3.json").read_text())
+# A dense layer, then experts with the router of DeepSeek-V3.
+DEEPSEEK = dataclasses.replace(
+    LATENT,
+    mlps=("dense", "experts", "experts", "experts"),
+    experts=Experts(
+        count=6, per_token=2, width=28, router="noaux_tc", groups=3, top_groups=2, normalise=True, shared=20
+    ),
+)
+LENGTH, PAGE = 40, 8
+
+
+@pytest.mark.parametrize("split, share", [(None, 1), (3, 1), (2, 2), (1, 4)])
+def test_any_chunks_give_the_definitions_numbers(split, share):
+    """Amid pages of NaN; the last token of each chunk alone survives."""
+    model, params = tiny(DEEPSEEK, DEEPSEEK.plan(split, share))
+    tokens = np.random.default_rng(0).integers(0, 67, LENGTH, np.int32)
+    x = jax.jit(partial(forward, model))(params, tokens[None])
+    want = np.asarray(logits(model, params, x)[0])
+    assert want.std() > 0.5, "flat logits would hide errors"
+    run = jax.jit(partial(step, model))
+    for size in (1, 7, 16, LENGTH):
+        order = 1 + np.random.default_rng(size).permutation(9)[: LENGTH // PAGE]
+        cache = Cache.create(model.config, model.plan, jnp.asarray(order[None]), 10, PAGE, jnp.float32)
+        nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.stores)
+        cache = dataclasses.replace(cache, stores=nan)
+        for start in range(0, LENGTH, size):
+            count = min(size, LENGTH - start)
+            ids, at = (
+                np.pad(x[start : start + count], (0, size - count)) for x in (tokens, np.arange(LENGTH))
+            )
+            got, cache = run(params, ids, at, np.array([0, count]), np.array([count - 1]), cache)
+            np.testing.assert_allclose(got[0], want[start + count - 1], rtol=0, atol=1e-5)
+
+
+def test_a_row_is_a_latent_and_the_rotary_part_of_keys_once():
+    """Bytes of a token of DeepSeek-V2-Lite, in rows of 576 numbers; in 8 bits a scale."""
+    config = ModelConfig.from_hf(V2_LITE)
+    for plan, dtype, want in [
+        (config.plan(), "bfloat16", 31_104),
+        (config.plan(15), "bfloat16", 31_104),
+        (config.plan(15, 2), "bfloat16", 24_192),
+        (config.plan(15, 4), "bfloat16", 18 * 576 * 2),
+        (config.plan(15, 2), "int8", 21 * (576 + 4)),
+    ]:
+        make = partial(Cache.create, config, plan, pages=3, page=16, dtype=dtype)
+        cache = jax.eval_shape(make, jnp.zeros((1, 2), jnp.int32))
+        assert cache.bytes_per_token == want
+
+
+def test_weights_that_add_up_to_1_are_scaled_by_v3_alone():
+    """transformers ignores `norm_topk_prob` of DeepSeek-V2, whose own code then leaves out the scale."""
+    scores = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    chances = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    best = -np.sort(-chances, axis=-1)[:, :6]
+    for says, want in [
+        ({"routed_scaling_factor": 16.0, "norm_topk_prob": False}, 16 * best),
+        ({"routed_scaling_factor": 16.0, "norm_topk_prob": True}, best / best.sum(-1, keepdims=True)),
+    ]:
+        experts = ModelConfig.from_hf(V2_LITE | says).experts
+        assert experts is not None
+        np.testing.assert_allclose(route(experts, jnp.asarray(scores), None)[1], want, rtol=1e-5)
+    third = ModelConfig.from_hf(V3).experts
+    assert third is not None
+    _, shares = route(third, jnp.zeros((1, 256)), jnp.arange(256.0))
+    np.testing.assert_allclose(shares.sum(), 2.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "says, has",
+    [
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 1}, "dxxxxx"),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, "ddxdxd"),  # a multiple of 2, from 1 on
+        ({"first_k_dense_replace": 3, "moe_layer_freq": 3}, "dddxdd"),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 2}, "xdxdxd"),
+        ({"first_k_dense_replace": 6}, "dddddd"),
+    ],
+)
+def test_layers_with_experts_are_those_of_deepseeks_own_code(says, has):
+    """transformers ignores `moe_layer_freq`."""
+    config = ModelConfig.from_hf(V2_LITE | {"num_hidden_layers": 6} | says)
+    assert "".join({"dense": "d", "experts": "x"}[kind.mlp] for kind in config.kinds) == has
+    assert ModelConfig.from_hf(config.to_hf(config.plan())) == config
+
+
+def test_a_routers_bias_stays_in_float32_and_layers_that_predict_more_are_left_out(tmp_path):
+    fields = (
+        hf_models.LATENT
+        | hf_models.DEEPSEEK_MOE
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    )
+    theirs = hf_models.build("deepseek_v3", **fields)
+    folder = hf_models.save(theirs.bfloat16(), tmp_path / "theirs")
+    tensors = {name: x.float().numpy() for name, x in theirs.state_dict().items() if "correction" in name}
+    (file,) = folder.glob("*.safetensors")
+    held = load_file(file) | tensors | {"model.layers.4.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    save_file(held, file, {"format": "pt"})
+    model, params = from_pretrained(folder)
+    assert model.dtype == "bfloat16"
+    bias = params["layers"][1]["mlp"]["choice"]
+    assert bias.dtype == jnp.float32
+    save_pretrained(tmp_path / "ours", model, params)
+    again = load_file(tmp_path / "ours" / "model.safetensors")
+    for name, want in tensors.items():
+        np.testing.assert_array_equal(again[name], want)
+
+
+REFUSED = [
+    (V2_LITE, {"topk_method": "top_p"}, 'topk_method is "top_p"; only "greedy" or "group_limited_greedy"'),
+    (V2_LITE, {"topk_method": "noaux_tc"}, 'topk_method is "noaux_tc"'),
+    (V2_LITE, {"scoring_func": "sigmoid"}, 'scoring_func is "sigmoid"; only "softmax"'),
+    (V2_LITE, {"n_group": 3, "topk_method": "group_limited_greedy"}, "64 experts in 3 groups"),
+    (V2_LITE, {"kv_lora_rank": None}, "kv_lora_rank must be"),
+    (V2_LITE, {"qk_rope_head_dim": 63}, "must be even"),
+    (V2_LITE, {"n_routed_experts": None}, "n_routed_experts must be"),
+    (V2_LITE, {"moe_layer_freq": 0}, "moe_layer_freq must be"),
+    (V3, {"rope_interleave": False}, "rope_interleave is false"),
+    (V3, {"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
+    (V3, {"model_type": "llama"}, "v_head_dim is 128"),
+    (V3, {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "mlp_layer_types must be dense or"),
+]
+
+
+@pytest.mark.parametrize("raw, fields, said", REFUSED, ids=[str(fields) for _, fields, _ in REFUSED])
+def test_what_is_not_computed_is_refused_in_one_line(raw, fields, said):
+    with pytest.raises(UsageError, match=said) as error:
+        ModelConfig.from_hf(raw | fields)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_of_latents_have_one_form():
+    model, params = tiny(LATENT, LATENT.plan())
+    for made, said in [
+        (lambda: tiny(LATENT, KVPlan.standard(4)), "rows cannot be stored as 'kv': llama stores latents"),
+        (lambda: to_slim(model, params, "k"), "not of latent"),
+        (lambda: to_swiftkv(model, params, KVPlan.swiftkv(4, 2).stored_as("x")), "as its teacher's"),
+    ]:
+        with pytest.raises(UsageError, match=said) as error:
+            made()
+        assert "\n" not in str(error.value)
+    student, _ = to_swiftkv(model, params, KVPlan.swiftkv(4, 2, 2))
+    assert student.plan == LATENT.plan(2, 2), "a plan of keys and values is read as one of latents"
+    raw = V2_LITE | {
+        "model_type": "deepseek_v2_swiftkv",
+        "num_key_value_layers": 15,
+        "key_value_group_size": 2,
+    }
+    assert plan_from_hf(raw) == ModelConfig.from_hf(raw).plan(15, 2)
+
+
+def test_a_kernel_that_cannot_read_rows_so_wide_says_so():
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    q, pool = shape(4, 1, 16, 576), shape(2, 9, 64, 576)
+    assert pallas_gpu.refuses(q, pool, pool).startswith("heads 576 and 576 wide")
