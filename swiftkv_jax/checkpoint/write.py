@@ -41,7 +41,11 @@ GENERATION_FILES = ("generation_config.json", *PREPROCESSORS)
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
-_NOT_CODED = ("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci")  # families that it does not support
+# Families that it does not support.
+_NOT_CODED = (
+    *("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+)
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 

@@ -107,8 +107,8 @@ def experts_written(said: Mapping, reads: tuple[str, ...], config: typing.Any) -
     has, out = [kind.mlp == EXPERTS for kind in config.kinds], {}
     if config.experts is not None:
         out = {place: getattr(config.experts, name) for name, place in said.items() if isinstance(place, str)}
-    if _COUNTED in out:
-        out[_COUNTED] //= config.experts.width
+        if _COUNTED in out:
+            out[_COUNTED] //= config.experts.width
     if "mlp_only_layers" in reads:
         out["mlp_only_layers"] = [i for i, own in enumerate(has) if not own]
         out["decoder_sparse_step"] = 1

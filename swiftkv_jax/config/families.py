@@ -164,6 +164,7 @@ _DEEPSEEK: _Fields = {
     ),
     "inert": tuple("aux_loss_alpha seq_aux ep_size num_nextn_predict_layers auto_map".split()) + _OF_ROUTERS,
 }
+_GLM_LITE: _Fields = _DEEPSEEK | {"reads": (*_DEEPSEEK["reads"], "mlp_layer_types")}
 _BY_SIGMOID: dict[str, tuple] = {
     "scoring_func": ("sigmoid", None),
     "topk_method": ("noaux_tc", None),
@@ -251,7 +252,7 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
         },
         experts=_DEEPSEEK_EXPERTS,
-        **_DEEPSEEK | {"reads": (*_DEEPSEEK["reads"], "mlp_layer_types")},
+        **_GLM_LITE,
     ),
     "gemma": Family(
         architecture="Gemma",

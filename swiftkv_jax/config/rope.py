@@ -179,7 +179,7 @@ def _yarn_fields(fields: dict, context: int) -> dict:
     """Yarn's derived factors (arXiv 2309.00071; `mscale` as DeepSeek publishes it)."""
     original = fields.get("original_max_position_embeddings") or context
     factor = fields.get("factor") or context / original
-    mscale, mscale_all = fields.pop("mscale", None), fields.get("mscale_all_dim")
+    mscale, mscale_all = fields.pop("mscale", None), fields.get("mscale_all_dim") or 0.0
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

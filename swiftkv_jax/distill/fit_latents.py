@@ -10,7 +10,7 @@ variance 1, so that the norm after them changes little.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ _LEAST = 1e-9  # of the mean of a matrix's diagonal, added so that it has an inv
 class Sums(NamedTuple):
     """Sums over tokens: gram [A, A] of the regressors, cross [A, F] with the targets."""
 
-    gram: np.ndarray
-    cross: np.ndarray
+    gram: Any
+    cross: Any
 
 
 def fit(
@@ -174,7 +174,8 @@ def of_group(
 
     parts = [together(each) for each in zip(*(found for found, _ in layers), strict=True)]
     maps = mapped(parts, ridge)
-    both, gram = maps[:, :made].reshape(len(maps), heads, -1), sum(part.gram for part in parts)
+    both = maps[:, :made].reshape(len(maps), heads, -1)
+    gram = np.sum([part.gram for part in parts], axis=0)
     root = np.linalg.cholesky(gram + _LEAST * np.trace(gram) / len(gram) * np.eye(len(gram)))  # L L^T
     spread = np.einsum("ab,anh->bnh", root, both)
     values = np.einsum("bnu,nuw->bnw", spread[..., latent.plain :], np.linalg.cholesky(whole))
@@ -202,4 +203,4 @@ def mapped(parts: Sequence[Sums], ridge: float | None) -> np.ndarray:
         held = parts[-1]
         tried = [found(parts[0], ridge) for ridge in RIDGES]
         ridge = RIDGES[int(np.argmin([np.vdot(held.gram @ x - 2 * held.cross, x) for x in tried]))]
-    return found(Sums(*(sum(each) for each in zip(*parts, strict=True))), ridge)
+    return found(Sums(*(np.sum(each, axis=0) for each in zip(*parts, strict=True))), ridge)
