@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import swiftkv_jax as skv
+from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.latent import Latent
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import predict, sharding, weights
 from swiftkv_jax.core.model import Transformer
@@ -34,6 +36,15 @@ OLMO2 = ModelConfig(
     norm_before=False,
     norm_after=True,
     family="olmo2",
+)
+DEEPSEEK = ModelConfig(
+    **SIZES | {"head_dim": 12},
+    num_heads=4,
+    num_kv_heads=4,
+    latent=Latent(rank=16, query_rank=12, plain=8, rotary=4, value=6),
+    experts=Experts(count=4, per_token=2, width=16, shared=8),
+    mlps=("dense", "experts", "experts"),
+    family="deepseek_v2",
 )
 GPT2 = ModelConfig(
     **SIZES, **FAMILIES["gpt2"].fields, num_heads=4, num_kv_heads=4, family="gpt2", tie_word_embeddings=True
@@ -106,6 +117,7 @@ CASES = {  # name -> (shape, plan, form, devices, settings); of a pair: base, au
     "int8 rows on 4": (GQA, PLANS["acrosskv"], "kv", 4, {"cache_dtype": "int8"}),
     "keys alone on 4": (MHA, PLANS["swiftkv"], "k", 4, {}),
     "prediction on 4": (GQA, SMALL, "pair", 4, {}),
+    "latents and experts on 4": (DEEPSEEK, DEEPSEEK.plan(1, 2), "kv", 4, {}),
     "a norm over all heads on 4": (OLMO2, PLANS["acrosskv"], "kv", 4, {}),
 }
 MORE = {

@@ -393,8 +393,10 @@ class Cache:
             )
             return FORMS[form].read(self.config, reader, q, where)
 
-        axes = (". . N .", (POOL,) * len(self.stores[form]), ".", "N", ".", ".", ".")
-        read = sharding.on_own_heads(read, self.mesh, self._cut(form), axes, ". . N .")
+        apart = FORMS[form].apart and self._shares(heads)
+        pool, weights = (Pool(". . . .", ". . . ."), "N . .") if apart else (POOL, ".")
+        axes = (". . N .", (pool,) * len(self.stores[form]), weights, "N", ".", ".", ".")
+        read = sharding.on_own_heads(read, self.mesh, apart or self._cut(form), axes, ". . N .")
         where = self.table, batch.block_sequence, batch.block_position
         mixed = read(q[batch.block_token], self.stores[form], reader, bias, *where)
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place][:, :heads]
@@ -411,5 +413,8 @@ class Cache:
 
     def _cut(self, form: str) -> bool:
         """Whether this form's arrays are sharded by head over the mesh; else every device has all of them."""
-        parts = 1 if self.mesh is None else self.mesh.shape["tensor"]
-        return all(array.heads % parts == 0 for array in FORMS[form].arrays(self.config))
+        return all(self._shares(array.heads) for array in FORMS[form].arrays(self.config))
+
+    def _shares(self, heads: int) -> bool:
+        """Whether the devices have equally many of these heads."""
+        return heads % (1 if self.mesh is None else self.mesh.shape["tensor"]) == 0

@@ -69,6 +69,8 @@ class Form(Protocol):
       names: weight -> its name in a published attention, where that differs.
       kept: weights that only checkpoints keep, so that other software can read the plain model.
       moved: weights that belong not to the row but to each attention that reads it.
+      apart: whether each device reads whole rows for its own query heads, with its part of the reader's
+        arrays, whose first axis is that of heads.
     """
 
     operation: ClassVar[str]
@@ -76,6 +78,7 @@ class Form(Protocol):
     names: ClassVar[Mapping[str, str]] = {}
     kept: ClassVar[tuple[str, ...]] = ()
     moved: ClassVar[tuple[str, ...]] = ()
+    apart: ClassVar[bool] = False
 
     def refuses(self, config: ModelConfig) -> str:
         """Why a model of this shape cannot have such rows, in one line, or ""."""

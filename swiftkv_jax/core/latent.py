@@ -26,6 +26,7 @@ class Latents(Form):
 
     operation: ClassVar[str] = PAGED
     projections: ClassVar[tuple[str, ...]] = ("kv_a_proj",)
+    apart: ClassVar[bool] = True
     names: ClassVar[Mapping[str, str]] = {
         "q_a_norm": "q_a_layernorm",
         "kv_a_proj": "kv_a_proj_with_mqa",

@@ -117,7 +117,7 @@ def calls_of(
         return []
     form = FORMS[plan.forms[0]]
     array = form.arrays(config)[0]  # its others are like it
-    whole = form.operation != PAGED or config.latent is not None
+    whole = form.operation != PAGED
     shards = 1 if whole else shards  # such a row has one head, which every device has
     capacity = settings.pages_per_sequence * settings.page_size
     tokens, lanes = settings.max_num_batched_tokens, settings.max_num_seqs
@@ -139,6 +139,7 @@ def calls_of(
     }
     rows = {"row": array.width, "rope": config.rope.rope_type != NONE} if whole else {}
     if config.latent:
+        rows = {"row": array.width}
         common |= {"kv_heads": 1, "width": array.width, "shared": config.latent.rank}
     calls = [Call(kind=kind, operation=form.operation, **rows, **common) for kind in ("decode", "chunk")]
     heads = array.heads // shards if array.heads % shards == 0 else array.heads

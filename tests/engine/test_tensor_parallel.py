@@ -10,6 +10,7 @@ CASES = {
     "a norm over all heads on 4": 1 / 4,
     "keys alone on 4": 1.0,  # a value is made of all of a key
     "prediction on 4": 1 / 4,  # of the base's pool
+    "latents and experts on 4": 1.0,  # all heads read one latent
 }
 
 
