@@ -71,6 +71,7 @@ def _run(args: argparse.Namespace) -> None:
     context = min(CONTEXT, config.max_position_embeddings) if args.context is None else args.context
     integer("--context", context, 1, config.longest_context)
     chosen, shares = args.split or untrained.split_candidates(layers), args.share or SHARES
+    integer("--max-tokens", args.max_tokens, 256)
     for split in chosen:
         integer("--split", split, 1, layers - 1)
     for share in shares:
@@ -211,7 +212,6 @@ def size(count: int) -> str:
 
 def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say = show) -> None:
     """Print layer similarity on a text, and the cost of each split there before training."""
-    integer("--max-tokens", max_tokens, 256)
     say("")
     with tempfile.TemporaryDirectory(prefix="swiftkv-plan-") as scratch:
         with working(say, f"reading {name} and {text}"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from swiftkv_jax.analysis import plots
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
-from swiftkv_jax.common.checks import above, choice
+from swiftkv_jax.common.checks import above
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code
 from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.model import DTYPES
@@ -29,6 +29,7 @@ from swiftkv_jax.slim.choose import Choice
 from swiftkv_jax.slim.measure import Reference, hybrids
 
 AUTO, MAX_KL = "auto", 1e-3
+_SLIM = tuple(form for form in CHECKPOINT_FORMS if form != "kv")
 _SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to store all rows of one
 
 
@@ -38,16 +39,14 @@ def parser() -> Parser:
     p.flag("--out DIR", "folder for the converted model", required=True, type=Path)
     p.flag("--text FILE", ".jsonl or .txt like the prompts it will serve (the demo's corpus)")
     p.flag("--audio PATH", "for Whisper: wav files, or folders of them", nargs="+", default=())
-    p.flag("--forms F", "auto, or k, v or x for every row (auto)", default=AUTO)
-    p.flag("--cache-dtype D", "dtype of the cache when served (the model's)")
+    p.flag("--forms", "auto, or one form for every row (auto)", choices=(AUTO, *_SLIM), default=AUTO)
+    p.flag("--cache-dtype", "of the cache when served (the model's)", choices=(*DTYPES, *EIGHT_BIT))
     p.flag("--max-kl X", f"bound on the KL, nats per token ({MAX_KL:g})", type=float)
     return p
 
 
 def convert(args: argparse.Namespace) -> dict:
     """Measure, choose, print, and write the folder; returns the content of slim.json."""
-    slim_forms = [form for form in CHECKPOINT_FORMS if form != "kv"]
-    choice("--forms", args.forms, (AUTO, *slim_forms))
     bound = above("--max-kl", MAX_KL if args.max_kl is None else args.max_kl, 0)
     folder = local_folder(args.model)
     if args.out.resolve() == folder.resolve():
@@ -57,9 +56,9 @@ def convert(args: argparse.Namespace) -> dict:
     if {*model.plan.forms, *model.plan.cross_forms} != {"kv"}:
         raise UsageError(f"{args.model} is converted already: give the plain model it was made of")
     config, plan = model.config, model.plan
-    dtype = choice("--cache-dtype", args.cache_dtype or model.dtype, (*DTYPES, *EIGHT_BIT))
+    dtype = args.cache_dtype or model.dtype
     plain = Transformer(config, plan, "float32")
-    wanted = slim_forms if args.forms == AUTO else [args.forms]
+    wanted = _SLIM if args.forms == AUTO else [args.forms]
     refused = {form: why for form in wanted if (why := FORMS[form].refuses(config))}
     if args.forms in refused:
         raise UsageError(f"rows cannot be stored as {args.forms!r}: {refused[args.forms]}; use --forms auto")

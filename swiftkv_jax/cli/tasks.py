@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     integer("--tokens", args.tokens, 1)
+    if args.count is not None:
+        integer("--count", args.count, 1)
     models = [args.model, *([args.against] if args.against else [])]
     folders = list(map(local_folder, models))
     tokenizers = list(map(load_tokenizer, folders))
@@ -110,14 +112,13 @@ def _items(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[Place, dict]:
     for name in dict.fromkeys(args.tasks.split(",")):
         if name not in TASKS:
             raise UsageError(f"--tasks: no task {name!r}{suggest(name, TASKS)}; there are {', '.join(TASKS)}")
-        count = None if args.count is None else integer("--count", args.count, 1)
         if make := TASKS[name].made:
-            made = make(lengths, count or ROUND * len(lengths), lambda text: len(_asked(tokenizer, text)))
+            made = make(lengths, args.count or ROUND * len(lengths), lambda text: len(_asked(tokenizer, text)))
             of_task = list(enumerate(made))
         elif args.files is None:
             raise UsageError(f"--tasks {name}: give the folder of its file by --files")
         else:
-            of_task = list(enumerate(items_of(name, args.files)))[:count]
+            of_task = list(enumerate(items_of(name, args.files)))[: args.count]
         taken = {(name, number): item for number, item in of_task if TASKS[name].takes(item)}
         if len(taken) < len(of_task):
             show(f"{name}: {len(of_task) - len(taken)} items are left out: no checker for their instructions")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_jax.common.checks import above, choice, type_of
-from swiftkv_jax.common.errors import Parser, UsageError
+from swiftkv_jax.common.errors import Parser, UsageError, explained
 from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 
 DEFAULT = "127.0.0.1:8000"
@@ -87,7 +87,7 @@ def address(text: str) -> tuple[str, int]:
         host, port = "", text
     elif not colon or text.endswith("]"):
         host, port = text, DEFAULT.rpartition(":")[2]
-    if not port.isdecimal() or int(port) > 65535:
+    if not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
         raise UsageError(f"--http must be HOST:PORT, such as {DEFAULT}, not {text!r}")
     return host.strip("[]") or "127.0.0.1", int(port)
 
@@ -104,9 +104,9 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
     """The settings from the flags; `api_key` is one more key, from the environment."""
     keys = [*(args.api_key or ()), *_file_keys("api", args.api_key_file), *([api_key] if api_key else ())]
     keys = [key.strip() for key in keys]  # a file or a secret often ends with a newline
-    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
-        raise UsageError("--api-key must be printable ASCII text, not empty")
     metrics = _file_keys("metrics", args.metrics_key_file)
+    if any(not key or not key.isascii() or not key.isprintable() for key in [*keys, *metrics]):
+        raise UsageError("--api-key, and the keys in files, must be printable ASCII text, not empty")
     if len(metrics) > 1 or set(metrics) & set(keys):
         raise UsageError("--metrics-key-file must hold one key, and none of the API keys")
     host = address(args.http)[0]
@@ -143,10 +143,8 @@ def model_name(folder: str) -> str:
 def _file_keys(kind: str, path: str | None) -> list[str]:
     if path is None:
         return []
-    try:
-        lines = Path(path).read_text(encoding="ascii").split()
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"cannot read --{kind}-key-file {path}: {error}") from error
+    with explained(f"read --{kind}-key-file {path}"):
+        lines = Path(path).read_text(encoding="ascii", errors="replace").split()
     if not lines:
         raise UsageError(f"--{kind}-key-file {path} holds no key")
     return lines

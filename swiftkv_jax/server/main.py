@@ -184,7 +184,7 @@ def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[Http
     batch = ("input", "output", "resume", "skip_bad_lines", "max_tokens", "stop")
     wrong = [f"--{name.replace('_', '-')}" for name in batch if getattr(args, name)]
     if wrong:
-        raise UsageError(f"{', '.join(wrong)} are for a batch, not for --http")
+        raise UsageError(f"{', '.join(wrong)}: for a batch, not for --http")
     sampling = _given(args, _SAMPLING)
     SamplingParams().updated(sampling)
     settings = http.http_settings(args, str(args.model or _DEMO), api_key)

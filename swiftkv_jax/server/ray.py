@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping
 
-from swiftkv_jax.common.checks import above
+from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.server import affinity, flags
@@ -195,7 +195,7 @@ def main(
 def _run(args: argparse.Namespace, api_key: str | None, environment: Mapping[str, str]) -> int:
     if api_key:
         args.api_key = [*(args.api_key or ()), api_key]
-    above("--replicas", args.replicas, 0)
+    integer("--replicas", args.replicas, 1)
     serving.server_settings(args, None)
     host, port = flags.address(args.http)
     if args.compare or not port:

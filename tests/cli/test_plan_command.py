@@ -85,6 +85,7 @@ def test_invalid_arguments_are_refused_in_a_line(tmp_path, capsys):
         ([DEMO, "--context", "0"], "--context"),
         ([DEMO, "--topology", "h100:1x1x1"], "--topology"),
         ([DEMO, "--splits", "4"], "--split"),
+        ([DEMO, "--max-tokens", "3"], "--max-tokens"),
         ([str(tmp_path)], ""),
         ([], "MODEL"),
     ):

@@ -20,6 +20,7 @@ from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.server.flags import address, http_settings
 from swiftkv_jax.server.main import build_parser, for_server, main
+from swiftkv_jax.server.ray import main as replicas
 
 # Programs compile while the server drains, so what runs gets time enough on a busy machine.
 SMALL = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 128 --no-warm-up".split()
@@ -38,11 +39,13 @@ WRONG = (  # beside --http :0; the first flag is named
     [
         (["--http", "0.0.0.0:0"], "key"),
         (["--http", "[::]:0"], "key"),
-        *((["--http", where], "--http") for where in ("127.0.0.1:notaport", "127.0.0.1:70000", "70000")),
+        *((["--http", where], "--http") for where in ("127.0.0.1:port", "127.0.0.1:70000", "70000", "1:2:3")),
         (["--http", "203.0.113.9:0", "--insecure"], "203.0.113.9:0"),
         *((["--http", ":0", "--api-key", key], "--api-key") for key in ("", "a\tb")),
         (["--http", ":0", "--api-key", "k", "--metrics-key-file", "K"], "API keys"),
         (["--http", ":0", "--temperature", "9"], "temperature"),
+        (["--http", ":0", "--metrics-key-file", "accent"], "ASCII"),
+        (["--http", ":0", "--api-key-file", "nowhere"], "nowhere: No such file or directory\n"),
         (["--htpp"], "--http"),
         *((["--http", ":0", *words.split()], words.split()[0].lstrip("-")) for words in WRONG),
     ],
@@ -51,9 +54,15 @@ WRONG = (  # beside --http :0; the first flag is named
 def test_wrong_usage_is_a_one_line_error(capsys, tmp_path, monkeypatch, flags, name):
     monkeypatch.chdir(tmp_path)
     Path("K").write_text("k\n")
+    Path("accent").write_text("é\n")
     assert main([*flags]) == 2
     error = capsys.readouterr().err
     assert name in error and error.count("\n") == 1 and error.startswith("error: ")
+
+
+def test_replicas_are_counted_from_one(capsys):
+    assert replicas(["--replicas", "0"]) == 2
+    assert capsys.readouterr().err == "error: --replicas must be at least 1, not 0\n"
 
 
 def test_host_and_port_are_parsed_from_every_spelling():
