@@ -1,12 +1,11 @@
 """The order in which benchmarks take their contenders: what a run finds in the caches is the same for all."""
 
 import collections
-import functools
 import itertools
 
 import pytest
 
-from benchmarks.common import in_rounds, in_turn
+from benchmarks.common import in_turn
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
@@ -19,15 +18,3 @@ def test_places_and_repeats_are_shared_equally_among_systems(count):
     flat = [name for order in rounds for name in order]
     repeats = collections.Counter(a for a, b in itertools.pairwise(flat) if a == b)
     assert max(repeats[name] for name in names) - min(repeats[name] for name in names) <= 1
-
-
-def test_the_first_round_is_a_warm_up_and_is_not_returned():
-    called: list[str] = []
-
-    def run(name: str) -> float:
-        called.append(name)
-        return float(len(called))
-
-    seconds = in_rounds({name: functools.partial(run, name) for name in "ab"}, 3)
-    assert "".join(called) == "ab" + "ab" + "ba" + "ab"
-    assert seconds == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}

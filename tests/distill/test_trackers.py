@@ -2,14 +2,11 @@
 
 import importlib.util
 import sys
-from types import ModuleType, SimpleNamespace
-from unittest import mock
+from types import ModuleType
 
 import pytest
 
-from swiftkv_jax.checkpoint.training import CheckpointError
 from swiftkv_jax.distill import trackers
-from swiftkv_jax.distill.loop import Run
 from swiftkv_jax.distill.progress import Progress
 from swiftkv_jax.distill.report import metrics_of
 
@@ -63,26 +60,6 @@ def test_every_figure_of_a_run_goes_to_the_tracker_that_is_named(name, tmp_path,
     assert (first, second) == (1, 1) and evaluated == {"eval/kl": 0.5}
     assert step["loss"] == 2.0 and step["tokens_per_second"] == 2.0 and "step" not in step
     assert run.finished
-
-
-def test_a_tracker_that_fails_at_the_end_hides_no_failed_save(tmp_path):
-    """All parts of a run are closed, and the other trackers are ended."""
-
-    class Failing(FakeRun):
-        def finish(self) -> None:
-            super().finish()
-            raise ConnectionError("no network")
-
-    class Checkpoints:
-        def close(self) -> None:
-            raise CheckpointError("no space left")
-
-    told, loader = [FakeRun({}), Failing({}), FakeRun({})], mock.Mock()
-    progress = Progress(tmp_path, 2, 1, 1.0, None, told, say=lambda _line: None)
-    run = SimpleNamespace(home=mock.Mock(), loader=loader, progress=progress, checkpoints=Checkpoints())
-    with pytest.raises(CheckpointError):
-        Run.close(run)
-    assert progress.file.closed and all(each.finished for each in told) and loader.close.called
 
 
 def test_a_resumed_run_begins_a_new_line_after_one_that_a_kill_cut_short(tmp_path):

@@ -217,22 +217,3 @@ def test_a_program_that_cannot_be_launched_is_launched_again_only_if_it_is_neede
         warming.take()
     assert fakes.sent == ["A", "B", "C"]
     assert warming.failed == {("B",)} and warming.ready == {("A",), ("C",)} and warming.usable
-
-
-def test_a_full_step_of_one_prompt_has_one_row_on_an_accelerator_whatever_the_batch(monkeypatch):
-    """Without a warm-up other steps keep to the rows of the batch, so that few programs are compiled."""
-    model, params = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2)
-    llm = LLM.from_model(model, params, tiny.Bytes(), **(tiny.SIZES | {"max_num_batched_tokens": 16}))
-    machine, steps = llm.engine.runner, []
-    monkeypatch.setattr(machine, "_accelerated", True)
-    step_for = machine._step_for
-
-    def seen(rows, size):
-        found = step_for(rows, size)
-        steps.append((len(rows), size, found[0], machine.fewest_rows))
-        return found
-
-    monkeypatch.setattr(machine, "_step_for", seen)
-    llm.generate([list(range(i, i + 32)) for i in range(4)], dataclasses.replace(tiny.GREEDY, max_tokens=2))
-    counts = [count for rows, size, count, fewest in steps if (rows, size) == (1, 16) and fewest > 1]
-    assert counts and set(counts) == {1}

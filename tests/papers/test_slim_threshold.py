@@ -45,10 +45,3 @@ def test_tiles_are_skipped_as_the_kernel_skips_them(threshold):
     want = [one_by_one(scores, values, 4, threshold, together) for together in (True, False)]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-10)
     assert (got[1, 0] > got[0, 0] > 0) == (threshold > 0) and (got[:, 2] > 0).all() == (threshold > 0)
-
-
-def test_queries_that_are_padding_do_not_count():
-    scores, values = case()
-    real = jnp.arange(TOKENS) < 5
-    got = left_out(jnp.array(scores), jnp.array(values), real, 4, 0.1)
-    assert got[0, 1] == HEADS * (4 * 1 + 1 * 2)

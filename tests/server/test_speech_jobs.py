@@ -4,13 +4,10 @@ import json
 from pathlib import Path
 
 import encoder_models
-import numpy as np
 import pytest
 import tokenizers_made
 import transformers
 
-from swiftkv_jax import audio
-from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.speech import GREEDY
 from swiftkv_jax.server.main import main
@@ -91,24 +88,6 @@ def test_a_run_that_was_interrupted_is_finished_and_a_sound_that_changed_is_noti
     assert code == 0 and [row["token_ids"] for row in again] == [row["token_ids"] for row in whole]
     (tmp_path / "a.wav").write_bytes(encoder_models.wav(0.5, seed=9))
     assert served(folder, tmp_path, rows, "--resume", "--quiet")[0] == 2
-
-
-@pytest.mark.parametrize("language", ["de", None])
-def test_a_window_that_fails_is_no_text(language, folder, place, tmp_path, monkeypatch):
-    """The second of three windows, or only the question for the language."""
-    real, ask, frames = audio.features, speech.language_request, []
-
-    def spoiled(window, how):
-        frames.append(real(window, how))
-        return frames[-1] * (np.nan if len(frames) == 2 else 1)
-
-    if language:
-        monkeypatch.setattr(audio, "features", spoiled)
-    monkeypatch.setattr(speech, "language_request", lambda llm, window: ask(llm, window * np.nan))
-    given = {} if language is None else {"language": language}
-    (tmp_path / "long.wav").write_bytes((place / "long.wav").read_bytes())
-    code, (row,) = served(folder, tmp_path, [{"audio": "long.wav"} | given], "--quiet")
-    assert code == 1 and row["finish_reason"] == "error" and row["text"] is None and row["error"]
 
 
 BAD = {
