@@ -121,11 +121,16 @@ def test_a_service_of_skypilot_is_probed_where_it_answers():
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_a_dockerfile_copies_what_is_here_and_runs_a_command_of_ours(name):
+def test_a_dockerfile_copies_what_the_package_is_made_of_and_runs_a_command_of_ours(name):
     text = (LAUNCH / name).read_text().replace("\\\n", " ")
     found = [line.split(maxsplit=1) for line in text.splitlines() if re.match(r"[A-Z]+ ", line)]
     sources = [source for word, given in found if word == "COPY" for source in given.split()[:-1]]
-    assert sources and all((ROOT / source).exists() for source in sources)
+    links = [p.resolve() for p in (ROOT / "swiftkv_jax").iterdir() if p.is_symlink()]
+    made_of = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = [*made_of["tool"]["setuptools"]["package-dir"].values(), *made_of["project"]["license-files"]]
+    needed = {path.split("/")[0] for path in folders}
+    needed |= {path.relative_to(ROOT).parts[0] for path in links}
+    assert needed | {"pyproject.toml", "README.md"} == {*sources}
     [extras] = re.findall(r"'\.\[(.*)\]'", text)
     assert {*extras.split(",")} <= EXTRAS.keys()
     [port] = [int(given) for word, given in found if word == "EXPOSE"]
