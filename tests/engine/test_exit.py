@@ -193,6 +193,13 @@ def test_a_draft_token_with_nan_embeddings_fails_no_request():
     assert llm.engine.stats.accepted_tokens < llm.engine.stats.drafted_tokens / 10, "nearly all are wrong"
 
 
+def test_a_nan_in_the_upper_half_ends_the_request():
+    net, params = model(0.7)
+    bad = params | {"norm": params["norm"] * jnp.nan}
+    llm = LLM.from_model(net, bad, tiny.Bytes(), **SIZES, drafts=2, drafter="exit")
+    assert {o.outputs[0].finish_reason for o in run(llm, GREEDY)} == {"error"}
+
+
 @pytest.mark.slow
 def test_drafted_samples_have_the_models_distribution():
     """Chi-square of 600 triples of tokens against the product of the model's own conditionals."""
