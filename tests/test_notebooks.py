@@ -1,8 +1,6 @@
 """The notebooks: run in an empty folder with the wheel installed; what they keep; how they install it."""
 
 import base64
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-import types
 from pathlib import Path
 
 import pytest
@@ -179,24 +176,6 @@ def test_a_notebook_keeps_small_outputs_that_name_no_machine(name):
     assert not re.search(r"(?<![\w.:/])/(?:home|root|tmp|work|usr|opt|var|content|Users)/", said), said
 
 
-@pytest.mark.parametrize(
-    "place, source", [("clone/notebooks", None), ("empty", "git+https://host/owner/name")]
-)
-@pytest.mark.parametrize("plugin, build", [("jax-cuda12-plugin", ["jax[cuda12]"]), ("numpy", [])])
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_missing_package_is_installed(name, plugin, build, place, source, tmp_path, monkeypatch):
-    found = types.SimpleNamespace(name=plugin, version="1")
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [found])
-    ran, clone = installed(name, place, source, tmp_path, monkeypatch), str(tmp_path / "clone")
-    if name == "serve_and_compare":  # the server and a client of it are extras
-        wanted = [f"swiftkv-jax[serve] @ {source}"] if source else ["--editable", f"{clone}[serve]"]
-        wanted += [*build, "openai"]
-    else:
-        wanted = [source, *build] if source else ["--editable", clone, *build]
-    assert ran == [[sys.executable, "-m", "pip", "install", "--quiet", *wanted]]
-    assert (sys.path[0] == clone) == (source is None)
-
-
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> Path:
     """Empty packages in a folder: this one with its needs of JAX, and three releases of JAX on two chips."""
@@ -231,20 +210,3 @@ def test_jax_keeps_its_accelerator_and_a_session_that_has_loaded_an_old_one_ends
     found = dict(line.split("==") for line in listed.splitlines() if "==" in line)
     assert (found["jax"] == here) == fits and found[plugin] == found["jax"]
     assert done.returncode == (not fits) and ("old jax: restart" in done.stderr) != fits, done.stderr
-
-
-def installed(name: str, place: str, source: str | None, folder: Path, monkeypatch) -> list[list[str]]:
-    """The commands that the first cell runs in `place`, beside a clone, when nothing is installed."""
-    (folder / "clone" / "swiftkv_jax").mkdir(parents=True)
-    (folder / "clone" / "swiftkv_jax" / "version.py").touch()
-    (folder / place).mkdir(exist_ok=True)
-    monkeypatch.chdir(folder / place)
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    ran: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
-    cell = cells(name)[0]["source"]
-    assert SOURCE.search(cell)
-    exec(SOURCE.sub(f'SOURCE = "{source or ""}"', cell), {})
-    return ran
