@@ -130,25 +130,6 @@ def test_tokens_with_partial_characters_are_reported_as_bytes(served, client):
     assert len(tops) >= 20, "no two share a key"
 
 
-def test_a_history_with_calls_of_tools_is_read(served, client, monkeypatch):
-    """Another server's history: without content where the model only called, and with what came back."""
-    seen, encode = [], tiny.Bytes.encode_chat
-    monkeypatch.setattr(
-        tiny.Bytes, "encode_chat", lambda self, said, *rest: seen.append(said) or encode(self, said, *rest)
-    )
-    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": ["UTC"]}'}}
-    history = [
-        {"role": "user", "content": "time?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
-    ]
-    client.chat.completions.create(messages=history, max_tokens=1, **GREEDY)
-    [[_, made, back]] = seen
-    read = call | {"function": {"name": "now", "arguments": {"zone": ["UTC"]}}}
-    assert made == {"role": "assistant", "content": "", "tool_calls": [read]}
-    assert back == {"role": "tool", "content": "12:00", "tool_call_id": "c1"}
-
-
 def test_usage_reports_tokens_from_the_prefix_cache(served):
     """Pages of 8 tokens; two prompts of a call count both."""
     body = {"max_tokens": 3, "cache_salt": "usage"}
