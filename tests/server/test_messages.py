@@ -74,7 +74,7 @@ class Paths:
         self.file.write_text(json.dumps({"messages": messages}) + "\n")
         lines = jobs.read_lines(str(self.file))
         [job] = jobs.make_jobs(lines, self.llm.defaults, 0, self.llm, False, print)
-        return list(job.requests[0].token_ids)
+        return list(job.work.token_ids)
 
     def want(self, messages, opened: bool) -> list[int]:
         return self.known.apply_chat_template(messages, add_generation_prompt=opened, return_dict=False)
