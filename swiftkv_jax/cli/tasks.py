@@ -113,8 +113,8 @@ def _items(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[Place, dict]:
         if name not in TASKS:
             raise UsageError(f"--tasks: no task {name!r}{suggest(name, TASKS)}; there are {', '.join(TASKS)}")
         if make := TASKS[name].made:
-            made = make(lengths, args.count or ROUND * len(lengths), lambda text: len(_asked(tokenizer, text)))
-            of_task = list(enumerate(made))
+            count = args.count or ROUND * len(lengths)
+            of_task = list(enumerate(make(lengths, count, lambda text: len(_asked(tokenizer, text)))))
         elif args.files is None:
             raise UsageError(f"--tasks {name}: give the folder of its file by --files")
         else:
