@@ -394,7 +394,7 @@ class Cache:
             return FORMS[form].read(self.config, reader, q, where)
 
         apart = FORMS[form].apart and self._shares(heads)
-        pool, weights = (Pool(". . . .", ". . . ."), "N . .") if apart else (POOL, ".")
+        pool, weights = (Pool._make((". . . .",) * 2), "N . .") if apart else (POOL, ".")
         axes = (". . N .", (pool,) * len(self.stores[form]), weights, "N", ".", ".", ".")
         read = sharding.on_own_heads(read, self.mesh, apart or self._cut(form), axes, ". . N .")
         where = self.table, batch.block_sequence, batch.block_position
