@@ -13,6 +13,7 @@ from documents import ROOT
 from safetensors.numpy import load_file, save_file
 from tiny_models import LATENT, tiny
 
+from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.experts import Experts
@@ -77,6 +78,21 @@ def test_a_row_is_a_latent_and_the_rotary_part_of_keys_once():
         make = partial(Cache.create, config, plan, pages=3, page=16, dtype=dtype)
         cache = jax.eval_shape(make, jnp.zeros((1, 2), jnp.int32))
         assert cache.bytes_per_token == want
+
+
+def test_flops_are_those_of_the_published_sizes():
+    """Of a prompt's token in DeepSeek-V2-Lite at split 15, share 2: 21 rows, 15 layers, of which 14 run 6 of
+    64 experts and 2 shared ones; keys and values of 16 heads of 192 and 128 numbers."""
+    config = ModelConfig.from_hf(V2_LITE)
+    table = flops_table(config, config.plan(15, 2), 2048)
+    want = {
+        "kv": 21 * (2048 * 576 + 512 * 16 * 256),
+        "qo": 15 * 16 * 2048 * (192 + 128),
+        "mlp": 2048 * (3 * 10944 + 14 * (3 * 8 * 1408 + 64)),
+        "attention": 15 * 16 * (192 + 128) * 2049 / 2,
+    }
+    for name, products in want.items():
+        assert table[name] == pytest.approx(2e-9 * products), name
 
 
 def test_weights_that_add_up_to_1_are_scaled_by_v3_alone():
