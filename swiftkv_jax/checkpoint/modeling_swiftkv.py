@@ -35,7 +35,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 # Prefix of a family's class names -> its folder in transformers, if it has another name.
-FOLDERS = {"SeedOss": "seed_oss", "Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}
+FOLDERS = {
+    **{"SeedOss": "seed_oss", "Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"},
+    **{"DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3", "Glm4MoeLite": "glm4_moe_lite"},
+}
 # The name of the cache in transformers' signatures: `past_key_values` before 5.24.
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -45,6 +48,7 @@ class SwiftKVAttention:
     """Attention of a layer from `split` on: its own queries over keys and values that are given."""
 
     module = None  # of the family in transformers
+    queries, made = ("q_proj", "q_norm"), ("k_proj", "k_norm", "v_proj")  # parts that are replaced
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -54,9 +58,9 @@ class SwiftKVAttention:
                 part = nn.Linear(fused.in_features, count * self.head_dim, bias=False)
                 self.add_module(f"{name}_proj", part)
         makes = (layer_idx - config.num_key_value_layers) % config.key_value_group_size == 0
-        for name in ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj"):
+        for name in (*self.queries, *self.made):
             part = self._modules.pop(name, None)
-            if part is not None and (makes or name.startswith("q")):
+            if part is not None and (makes or name in self.queries):
                 self.add_module(f"{name}_swiftkv", part)
 
     def heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -108,6 +112,38 @@ class SwiftKVAttention:
             **kwargs,
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+class LatentAttention(SwiftKVAttention):
+    """The same of DeepSeek's attention. The first layer of a group expands its latents for all of them."""
+
+    queries = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")
+    made = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+
+    def heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.q_lora_rank is None:
+            y = self.q_proj_swiftkv(x)
+        else:
+            y = self.q_b_proj_swiftkv(self.q_a_layernorm_swiftkv(self.q_a_proj_swiftkv(x)))
+        return y.view(*x.shape[:-1], -1, self.qk_head_dim).transpose(1, 2)
+
+    def rotated(self, x: torch.Tensor, at) -> torch.Tensor:
+        """The last part of each head is rotated, neighbours together."""
+        plain, turned = x.split([x.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
+        if torch.is_tensor(at):  # DeepSeek-V2
+            turned = self.module.apply_rotary_emb(turned, turned, at)[0]
+        else:
+            turned = self.module.apply_rotary_pos_emb_interleave(turned, turned, *at)[0]
+        return torch.cat([plain, turned], dim=-1)
+
+    def make(self, stream: torch.Tensor, at) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.kv_a_proj_with_mqa_swiftkv(stream)
+        latent, rotary = both.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        made = self.kv_b_proj_swiftkv(self.kv_a_layernorm_swiftkv(latent))
+        made = made.view(*stream.shape[:-1], self.num_heads, -1).transpose(1, 2)
+        keys, values = made.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        rotary = rotary[:, None].expand(-1, self.num_heads, -1, -1)
+        return self.rotated(torch.cat([keys, rotary], dim=-1), at), values
 
 
 class SwiftKVModel:
@@ -172,7 +208,7 @@ class SwiftKVModel:
                 full = cache is None or not cache.is_compileable
                 if last_only and all(torch.is_tensor(m) or (m is None and full) for m in masks.values()):
                     x, position_ids = x[:, -1:], position_ids[:, -1:]
-                    at = [one and tuple(part[:, -1:] for part in one) for one in at]
+                    at = [last_angles(one) for one in at]
                     masks = {kind: last_query(mask) for kind, mask in masks.items()}
             x = layer(
                 x,
@@ -212,6 +248,13 @@ class SwiftKVModel:
                 places[kind] = made if cache is None else cache.update(*made, number)
             rows[number] = dict(zip(("keys", "values"), places[kind], strict=True))
         return rows
+
+
+def last_angles(at):
+    """The angles of the last token."""
+    if at is None or torch.is_tensor(at):
+        return at if at is None else at[:, -1:]
+    return tuple(part[:, -1:] for part in at)
 
 
 def last_query(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -287,7 +330,10 @@ def define(family: str) -> None:
         num_key_value_layers: int = 1
         key_value_group_size: int = 1
 
-    class Attention(SwiftKVAttention, getattr(theirs, f"{family}Attention")):
+    attention = getattr(theirs, f"{family}Attention")
+    own = LatentAttention if hasattr(attention, "expand_kv") else SwiftKVAttention
+
+    class Attention(own, attention):
         module = theirs
 
     class Model(SwiftKVModel, getattr(theirs, f"{family}{text}Model")):

@@ -42,10 +42,7 @@ ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
 # Families that it does not support.
-_NOT_CODED = (
-    *("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-)
+_NOT_CODED = ("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci")
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 

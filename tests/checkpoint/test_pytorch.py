@@ -52,6 +52,7 @@ CONFIGS = {
 OTHERS = (
     "gemma", "gemma2", "gemma3", "ministral3", "smollm3", "granite", "olmo2", "olmo3", "seed_oss_out_bias",
     "glm4", "exaone4", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
+    "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite",
 )  # fmt: skip
 CASES = [(name, share) for name in CONFIGS for share in (1, 2)] + [(name, 3) for name in OTHERS]
 LENGTHS = (21, 5, 12)
@@ -74,7 +75,7 @@ def student(name: str, share: int):
     """(model, params); each case has weights of its own."""
     config = CONFIGS[name] if name in CONFIGS else other(name)
     plan = KVPlan.swiftkv(config.num_layers, config.num_layers - 3, share)
-    return tiny(config, plan, seed=len(name) + share)
+    return tiny(config, plan.stored_as(config.form), seed=len(name) + share)
 
 
 def other(name: str) -> ModelConfig:
