@@ -72,7 +72,8 @@ def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:
 
 def _calls(experiment: Experiment) -> list[Call]:
     """The attention call of one row on one device, for each model that trains or is read, if all can be
-    checked (none with a soft cap of scores can); models of equal heads share one."""
+    checked (none with a soft cap of scores can, or with latents, whose values are narrower than keys); models
+    of equal heads share one."""
     predict = experiment.predict
     try:
         configs = [experiment.architecture or ModelConfig.from_hf(local_folder(experiment.model))]
@@ -80,7 +81,7 @@ def _calls(experiment: Experiment) -> list[Call]:
             configs.append(predict.architecture or ModelConfig.from_hf(local_folder(predict.auxiliary)))
     except UsageError:
         return []
-    if any(config.encoder is not None or config.attention_softcap for config in configs):
+    if any(config.encoder is not None or config.attention_softcap or config.latent for config in configs):
         return []
     calls = []
     for config in configs:

@@ -419,14 +419,19 @@ class Run:
         """The attention kernel, and in brackets where the choice comes from."""
         e, config = self.experiment, self.recipe.student.config
         rows = e.data.batch_size // e.optimizer.accumulate
-        q, k = (
-            jax.ShapeDtypeStruct((rows, e.data.seq_len, heads, config.head_dim), jnp.dtype(e.dtype))
-            for heads in (config.num_heads, config.num_kv_heads)
+        kv_heads = config.num_kv_heads
+        q, k, v = (
+            jax.ShapeDtypeStruct((rows, e.data.seq_len, heads, width), jnp.dtype(e.dtype))
+            for heads, width in (
+                (config.num_heads, config.head_dim),
+                (kv_heads, config.head_dim),
+                (kv_heads, config.value_dim),
+            )
         )
         segments = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
         options = {"scale": config.head_dim**-0.5, "shards": sharding.SHARDS}
         kernel = self.recipe.attention or preferred(
-            CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), options
+            CAUSAL_ATTENTION, (q, k, v, segments, config.windows[0]), options
         )
         return f"causal_attention {kernel} ({self.chosen_by})"
 

@@ -58,9 +58,9 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
     Its stacks are cut at the plan's depth, so that student and teacher share their arrays.
     """
     if folder is not None:
-        forms = plan_from_hf(folder).forms
-        if forms not in (("kv",), ("latent",)):
-            stored = f"{folder} stores rows as {', '.join(forms)} (Slim attention)"
+        stored_plan = plan_from_hf(folder)
+        if not stored_plan.is_plain:
+            stored = f"{folder} stores rows as {', '.join(stored_plan.forms)} (Slim attention)"
             raise UsageError(f"{stored}, which cannot train: train the plain model, then swiftkv slim")
         config = ModelConfig.from_hf(folder)
         surgery.check_experts(config, mesh.shape["tensor"])
