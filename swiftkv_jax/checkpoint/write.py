@@ -81,8 +81,13 @@ def save_pretrained(
     if eight:
         config["quantization_config"] = _quantization(model.config, table, eight)
         table = {key: each for name, slot in table.items() for key, each in _with_scale(name, slot, eight)}
-    own = {path: weight.dtype for path, weight in leaves(described)}
-    dtypes = {name: jnp.dtype(eight.get(name) or own.get(slot.path) or dtype) for name, slot in table.items()}
+    wide = {
+        path for path, weight in leaves(described) if weight.dtype == "float32"
+    }  # whatever the model's is
+    dtypes = {
+        name: jnp.dtype(eight.get(name) or ("float32" if slot.path in wide else dtype))
+        for name, slot in table.items()
+    }
     dtypes |= {f"{name}{_SCALE}": jnp.dtype(np.float32) for name in eight}
     sizes = {name: math.prod(slot.shape) * dtypes[name].itemsize for name, slot in table.items()}
     if jax.process_index():

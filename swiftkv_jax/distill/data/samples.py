@@ -47,8 +47,9 @@ class DataConfig(Checked):
       skip_bad_lines: skip invalid rows, and those that the chat template refuses, instead of stopping.
       limit: use only the first `limit` samples; None for all.
       long_documents: a sample longer than `seq_len` is "split" into pieces of `seq_len` and a rest, cut
-        wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate"). Each piece
-        begins with BOS if the tokenizer begins texts with it.
+        wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate").
+      pieces_begin_with_bos: whether each piece of a long sample begins with BOS if the tokenizer begins texts
+        with it: so the teacher reads a piece as it reads a prompt.
       piece_lengths: a mixture of context lengths in rows of one shape: the rows take these lengths in turn,
         and a row of 2048 tokens with length 256 has eight pieces of 256, each in its own segment. So each
         length has an equal share of the tokens. Empty: all rows have pieces of up to `seq_len`.
@@ -72,6 +73,7 @@ class DataConfig(Checked):
     skip_bad_lines: bool = False
     limit: Annotated[int | None, partial(integer, least=1)] = None
     long_documents: Annotated[str, one_of("split", "fill", "drop", "truncate")] = "split"
+    pieces_begin_with_bos: bool = True
     piece_lengths: Annotated[tuple[int, ...], every()] = ()
     fuse_positions: Annotated[float, partial(number, least=0, most=1)] = 0.0
 
@@ -110,9 +112,8 @@ class Samples(Sequence):
         if config.append_eos and not tokenizer.eos_ids:
             raise UsageError(f"the tokenizer of {tokenizer.name} has no EOS token: set data.append_eos=False")
         self.config, self.tokenizer = config, tokenizer
-        # The teacher reads texts behind a BOS where its tokenizer adds one; Gemma's reads no others well.
-        first = tokenizer.encode("")[:1]
-        self.bos = tokenizer.bos_id if first == [tokenizer.bos_id] else None
+        begins = config.pieces_begin_with_bos and tokenizer.encode("")[:1] == [tokenizer.bos_id]
+        self.bos = tokenizer.bos_id if begins else None
         self.documents = documents_of(config)
         indices: Sequence[int] | np.ndarray = range(len(self.documents))
         if config.split != "all":
