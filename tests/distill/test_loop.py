@@ -259,19 +259,15 @@ def test_frozen_weights_in_8_bits_are_exported_as_they_are(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_of_two_devices_train_the_demo_as_one_device_does(tmp_path):
-    """configs/tiny.py, its rows shared out among four devices and cut to 256 tokens."""
-    few = "steps=6 log_every=1 checkpoint_every=0 mesh.tensor=1 plan.init_tokens=2048 evaluation_batches=1 "
-    few += "data.piece_lengths=(64,256) data.seq_len=256 data.batch_size=4 eval_lengths=(64,256) "
-    few += "evaluation.seq_len=256 evaluation.batch_size=4"
-    sets = [word for field in few.split() for word in ("--set", field)]
-    tiny, two, one = ROOT / "configs" / "tiny.py", tmp_path / "two", tmp_path / "one"
-    pair = start(
-        [command(tiny, two, *sets, "--set", "mesh.fsdp=4")] * 2, PYTHONPATH=str(ROOT), **virtual_devices(2)
-    )
-    for done in finish(pair, 900):
+def test_two_processes_of_two_devices_train_as_one_device_does(config, tmp_path):
+    """Rows are shared out among four devices."""
+    few = ("steps=6", "data.batch_size=4", "evaluation.batch_size=4", "checkpoint_every=0")
+    sets = [word for field in few for word in ("--set", field)]
+    two, one = tmp_path / "two", tmp_path / "one"
+    shared = command(config, two, *sets, "--set", "mesh.fsdp=4")
+    for done in finish(start([shared] * 2, PYTHONPATH=str(ROOT), **virtual_devices(2)), 900):
         assert done.returncode == 0, done.stderr
-    alone = run(tiny, one, *sets, "--set", "mesh.fsdp=1")
+    alone = run(config, one, *sets, "--set", "mesh.fsdp=1")
     assert alone.returncode == 0, alone.stderr
     got, want = losses(two), losses(one)
     assert sorted(got) == sorted(want) == list(range(1, 7))
