@@ -19,12 +19,14 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.model import ModelConfig, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.layers import route
 from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import forward
-from swiftkv_jax.core.surgery import to_slim, to_swiftkv
+from swiftkv_jax.core.surgery import is_trained, to_slim, to_swiftkv
 from swiftkv_jax.kernels.paged_attention import pallas_gpu
 
 V2_LITE = json.loads(
@@ -150,6 +152,20 @@ def test_a_routers_bias_stays_in_float32_and_layers_that_predict_more_are_left_o
     again = load_file(tmp_path / "ours" / "model.safetensors")
     for name, want in tensors.items():
         np.testing.assert_array_equal(again[name], want)
+
+
+def test_distillation_trains_queries_and_rows_of_later_layers_alone():
+    """Not `o_proj`, norms, routers or experts; the names are those that ArcticTraining trains."""
+    model = Transformer(DEEPSEEK, DEEPSEEK.plan(2, 2))
+    chosen = is_trained(model, weights.weights(model.config, model.plan), "swiftkv")
+    paths = [weights.keys(path) for path, yes in jax.tree_util.tree_leaves_with_path(chosen) if yes]
+    parts = {path[-2] if path[-1] == "kernel" else path[-1] for path in paths}
+    assert parts == {
+        *("q_a_proj", "q_a_norm", "q_b_proj", "kv_a_proj", "kv_a_norm", "kv_b_proj", "shared_norm")
+    }
+    of_layers = {path[1] for path in paths if path[0] == "layers"}
+    starts = weights.partition(model.plan, model.config.kinds)[0]
+    assert min(starts[i].start for i in of_layers) == 2
 
 
 REFUSED = [
