@@ -308,8 +308,8 @@ def test_wrong_usage_is_one_line_and_code_2(words, named, data, tmp_path, capsys
 
 def run(capsys, data: Path, *words: str) -> list[str]:
     """The lines of the results that are printed."""
-    tasks = ["--tasks", "ifeval,gsm8k,hellaswag,retrieval", "--files", str(data), "--tokens", "12"]
-    tasks += ["--lengths", "150,300", "--count", "3"]
+    tasks = ["--tasks", "ifeval,gsm8k,retrieval,hellaswag", "--files", str(data), "--tokens", "12"]
+    tasks += ["--lengths", "150,300", "--count", "8"]
     assert main([str(TEACHER), *tasks, *words]) == 0
     return [line for line in capsys.readouterr().out.splitlines() if "±" in line or "left out" in line]
 
@@ -343,10 +343,10 @@ def test_choices_are_those_of_transformers_and_a_stopped_run_goes_on(data, tmp_p
         "the same model, so no difference"
     )
     counts = [sum(row["task"] == name for row in rows) for name in TASKS]
-    assert counts == [2, 2, 3, 3], "answered once, for both"
+    assert counts == [2, 2, 3, 8], "answered once, for both"
 
     first = whole.read_text().splitlines()
-    part.write_text("\n".join([*first[:4], first[4][:20]]))
+    part.write_text("\n".join([*first[:12], first[12][:20]]))
     asked = []
     monkeypatch.setattr(
         "swiftkv_jax.cli.tasks.answered", lambda llm, asked_, doing: asked.extend(asked_) or iter(())
