@@ -175,17 +175,12 @@ _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
     **{"serving": _serving, "throughput": _throughput, "waiting": _waiting, "whisper": _whisper},
 }
 _JOINED = {"summary": _summary, "splits": _splits}
-# Commands for results that may be missing.
-_COMMANDS = {"peers": "python -m benchmarks.peers"}
-_COMMANDS |= {"throughput": "python -m benchmarks.throughput --systems swiftkv acrosskv"}
 
 
 def block(name: str) -> str:
     """The table of one result, and the run that made it; a table of several results has no run."""
     if name in _JOINED:
         return shown(*_JOINED[name]())
-    if name in _COMMANDS and not (RESULTS / f"{name}.json").exists():
-        return f"Not measured with today's code: `{_COMMANDS[name]}` does."
     found = result(name)
     made = _TABLES[name](found) if name in _TABLES else (found["columns"], found["rows"])
     return f"{shown(*made)}\n\n{caption(found)}"
