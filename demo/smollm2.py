@@ -173,6 +173,8 @@ def convert(change, out: Path) -> tuple[dict, Path]:
             found[name] = before_training(run)
             for when in STAGES:
                 print(f"{when.replace('_', ' '):14s} {figures(found[name][when])}")
+            if share == 1:
+                run.export(folder / "least_squares")
             if (split, share) != (DISTILLED, 1):
                 continue
             found[name]["least_squares_long"] = long_rows(run)
