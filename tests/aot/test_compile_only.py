@@ -86,6 +86,16 @@ def test_the_step_that_trains_a_predictor_fits(config, where, trained):
     assert used < has
 
 
+def test_the_step_of_latents_and_experts_fits():
+    """XLA's attention runs: no other kernel has values narrower than keys."""
+    code, out, err = compile_only("--config", "configs/deepseek_v2_lite.py", "--topology", "h100:1x1x8")
+    assert code == 0, err
+    assert re.search(r"^  attention +xla ", out, re.M)
+    assert "114.8 M" in out  # 12 layers of q, kv_a and kv_b, their norms, and the shared norm
+    used, has = gib(out)
+    assert used < has
+
+
 @pytest.mark.parametrize(
     "config", ["llama3_2_1b", "qwen2_5_0_5b", "qwen2_5_1_5b", "qwen3_0_6b", "qwen3_4b", "smollm2_1_7b"]
 )
