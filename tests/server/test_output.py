@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from swiftkv_jax.engine.request import Request, SamplingParams
 from swiftkv_jax.server import jobs
 from swiftkv_jax.server.jobs import Job, Output
 from swiftkv_jax.server.main import main
@@ -11,7 +12,8 @@ CAME = [2, 0, 3, 1]
 
 
 def make(count: int) -> list[Job]:
-    return [Job(i, None, {}, (), f"key{i}") for i in range(count)]
+    work = Request(prompt=None, token_ids=(7,), params=SamplingParams(), root=b"")
+    return [Job(i, None, {}, work, f"key{i}") for i in range(count)]
 
 
 def row(index: int) -> dict:
