@@ -35,7 +35,9 @@ PUBLISHED = sorted(p.stem for p in CONFIGS.glob("*.py") if p.stem not in OTHERS)
 
 # Total parameters in billions (model cards), and trained ones by the paper's rule, worked out by hand:
 # (L - split) * (D*N*H + 2*D*K*H) + D, plus biases and norms of q, k and v where the family has them.
+# Of latents q, the projection that makes them with its norm, and the one that expands them.
 SIZES = {
+    "deepseek_v2_lite": (15.706, 12 * (2048 * 16 * 192 + 2048 * 576 + 512 + 512 * 16 * 256) + 2048),
     "llama8b": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
     "llama8b_reference": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
     "llama8b_128k": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
@@ -129,7 +131,7 @@ def test_every_openelm_pair_saves_what_the_paper_says(name, monkeypatch):
 
 def recipe_rows(student: Transformer):
     """The makers of a standard teacher above the split: AcrossKV students have fewer."""
-    standard = KVPlan.standard(student.config.num_layers)
+    standard = KVPlan.standard(student.config.num_layers).stored_as(student.config.form)
     tree = weights.weights(student.config, standard, (student.plan.depth,))
     return tree["rows"][1:]
 
