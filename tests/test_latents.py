@@ -22,11 +22,15 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.form import Paged
+from swiftkv_jax.core.latent import Latents
 from swiftkv_jax.core.layers import route
 from swiftkv_jax.core.loop import step
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import is_trained, to_slim, to_swiftkv
+from swiftkv_jax.kernels.common.dispatch import ByKind
+from swiftkv_jax.kernels.common.pools import Pool, encode
 from swiftkv_jax.kernels.paged_attention import pallas_gpu
 
 V2_LITE = json.loads(
@@ -44,9 +48,12 @@ DEEPSEEK = dataclasses.replace(
 LENGTH, PAGE = 40, 8
 
 
-@pytest.mark.parametrize("split, share", [(None, 1), (3, 1), (2, 2), (1, 4)])
-def test_any_chunks_give_the_definitions_numbers(split, share):
-    """Amid pages of NaN; the last token of each chunk alone survives."""
+@pytest.mark.parametrize(
+    "split, share, chunk", [(None, 1, None), (3, 1, None), (2, 2, None), (1, 4, None), (2, 2, "xla_one_turn")]
+)
+def test_any_chunks_give_the_definitions_numbers(split, share, chunk):
+    """Amid pages of NaN; the last token of each chunk alone survives. Named, a chunk of all is expanded."""
+    assert LATENT.latent.worth_expanding <= LENGTH
     model, params = tiny(DEEPSEEK, DEEPSEEK.plan(split, share))
     tokens = np.random.default_rng(0).integers(0, 67, LENGTH, np.int32)
     x = jax.jit(partial(forward, model))(params, tokens[None])
@@ -56,6 +63,7 @@ def test_any_chunks_give_the_definitions_numbers(split, share):
     for size in (1, 7, 16, LENGTH):
         order = 1 + np.random.default_rng(size).permutation(9)[: LENGTH // PAGE]
         cache = Cache.create(model.config, model.plan, jnp.asarray(order[None]), 10, PAGE, jnp.float32)
+        cache = dataclasses.replace(cache, attention=ByKind(chunk=chunk))
         nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.stores)
         cache = dataclasses.replace(cache, stores=nan)
         for start in range(0, LENGTH, size):
@@ -65,6 +73,21 @@ def test_any_chunks_give_the_definitions_numbers(split, share):
             )
             got, cache = run(params, ids, at, np.array([0, count]), np.array([count - 1]), cache)
             np.testing.assert_allclose(got[0], want[start + count - 1], rtol=0, atol=1e-5)
+
+
+def test_expanded_latents_in_8_bits_are_read_as_they_are_rounded():
+    form, latent, rng = Latents(), LATENT.latent, np.random.default_rng(1)
+    q = jnp.asarray(rng.normal(size=(1, 30, 4, 18)), jnp.float32)
+    reader = {"kernel": jnp.asarray(rng.normal(size=(4, latent.rank, 14)), jnp.float32)}
+    data, scale = encode(jnp.asarray(rng.normal(size=(2, 6, 8, 1, 30)), jnp.float32), jnp.int8)
+    pool = Pool(data.reshape(2, 6, 8, 30), jnp.swapaxes(scale, 2, 3))
+    where = jnp.array([[4, 2, 5, 1]]), jnp.array([0]), jnp.arange(30)[None]
+    expanded, absorbed = (
+        form.read(LATENT, reader, q, Paged((pool,), 1, *where, 99, 32, name))
+        for name in ("xla_one_turn", "reference")
+    )
+    np.testing.assert_allclose(expanded, absorbed, rtol=0, atol=1e-5)
+    assert absorbed.std() > 0.5
 
 
 def test_a_row_is_a_latent_and_the_rotary_part_of_keys_once():

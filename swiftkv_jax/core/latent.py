@@ -11,6 +11,7 @@ from swiftkv_jax.core.form import PAGED, Form, Paged, Pair, Raw, Stored
 from swiftkv_jax.core.layers import LATENT_EPS, Rotary, kernel_of, linear_weights, rms_norm, turned
 from swiftkv_jax.core.shapes import Array, Float, KeyValues, Mixed, PyTree, Queries, Weight
 from swiftkv_jax.kernels.common.dispatch import device
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
 
 _LANES = 128  # of a TPU: XLA copies pools whose rows are no multiple of them at every call
@@ -21,7 +22,8 @@ class Latents(Form):
 
     Full sequences expand a latent to the keys and values of every head. Over pages `kv_b_proj` moves to the
     queries and to the weighted sums, so that all heads read the stored row as it is: its key is the whole
-    row, its value the latent. Layers that share a row read it by its maker's `kv_b_proj`.
+    row, its value the latent. A long chunk of one sequence is expanded too, if its attention reads all pages
+    of the table anyway. Layers that share a row read it by its maker's `kv_b_proj`.
     """
 
     operation: ClassVar[str] = PAGED
@@ -59,15 +61,13 @@ class Latents(Form):
         return p["kv_b_proj"]
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
-        latent, (row,) = latent_of(config), made
-        both = expanded(row[..., 0, : latent.rank], reader)
-        keys, values = jnp.split(both, [latent.plain], axis=-1)
-        rotary = row[..., latent.rank : latent.rank + latent.rotary]
-        rotary = jnp.broadcast_to(rotary, (*keys.shape[:-1], latent.rotary))
-        return jnp.concatenate([keys, rotary], axis=-1), values
+        return _keys_values(latent_of(config), reader, made[0])
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
         latent, (pool,) = latent_of(config), paged.pools
+        alone = paged.table.shape[0] == 1 and paged.implementation == "xla_one_turn"
+        if alone and paged.position.size >= latent.worth_expanding:
+            return _over_expanded(config, reader, q, paged)
         to_keys, to_values = jnp.split(kernel_of(reader, q.dtype), [latent.plain], axis=-1)
         plain, rotary = jnp.split(q, [latent.plain], axis=-1)
         moved = jnp.concatenate([jnp.einsum("bcnh,nrh->bcnr", plain, to_keys), rotary], axis=-1)
@@ -89,6 +89,27 @@ def latent_of(config: ModelConfig) -> Latent:
 def expanded(made: Float[Array, "*batch R"], p: PyTree) -> Float[Array, "*batch N h"]:
     """The keys, without their rotary part, and the values of all heads, from normed latents."""
     return jnp.einsum("...r,nrh->...nh", made, kernel_of(p, made.dtype))
+
+
+def _keys_values(latent: Latent, reader: PyTree, row: Float[Array, "*batch 1 W"]) -> Pair:
+    """The keys and values of all heads, from stored rows [*batch, 1, W]."""
+    keys, values = jnp.split(expanded(row[..., 0, : latent.rank], reader), [latent.plain], axis=-1)
+    rotary = row[..., latent.rank : latent.rank + latent.rotary]
+    rotary = jnp.broadcast_to(rotary, (*keys.shape[:-1], latent.rotary))
+    return jnp.concatenate([keys, rotary], axis=-1), values
+
+
+def _over_expanded(config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
+    """Attention of one sequence's queries over the keys and values of all its pages."""
+    (pool,), (names,) = paged.pools, paged.table
+    rows = pool.data[paged.row, names].astype(q.dtype)  # [slots, Z, W]
+    if pool.scale is not None:
+        rows = rows * pool.scale[paged.row, names, 0, :, None].astype(q.dtype)
+    made = _keys_values(latent_of(config), reader, rows[:, :, None])
+    keys, values = (Pool(x.reshape(1, *x.shape[:2], -1), None) for x in made)
+    table = jnp.arange(len(names), dtype=jnp.int32)[None]
+    options = paged.how | {"row": 0, "scale": config.head_dim**-0.5}
+    return paged_attention(q, (keys, values), table, *paged.places[1:], **options)
 
 
 def _widened(x: Float[Array, "*batch w"], width: int) -> Float[Array, "*batch W"]:
