@@ -4,7 +4,7 @@
     python train.py --config configs/deepseek_v2_lite.py --compile-only --topology v5p:2x2x4
     swiftkv plan configs/architectures/deepseek_v2_lite.json --split 15 --share 2
 
-Meant for v5p:2x2x4 or h100:1x1x8. Not run yet; a test marked `aot` compiles it for the second. Routers and
+Meant for v5p:2x2x4 or h100:1x1x8. Not run yet; a test marked `aot` compiles it for both. Routers and
 experts stay frozen. The cache takes 31,104 bytes a token; with --set plan.share=2 (AcrossKV, which the paper
 has not tried on latents) 24,192. Shared rows should start with --set plan.init=least_squares.
 """

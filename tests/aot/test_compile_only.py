@@ -86,9 +86,10 @@ def test_the_step_that_trains_a_predictor_fits(config, where, trained):
     assert used < has
 
 
-def test_the_step_of_latents_and_experts_fits():
+@pytest.mark.parametrize("topology", ["h100:1x1x8", "v5p:2x2x4"])
+def test_the_step_of_latents_and_experts_fits(topology):
     """XLA's attention runs: no other kernel has values narrower than keys."""
-    code, out, err = compile_only("--config", "configs/deepseek_v2_lite.py", "--topology", "h100:1x1x8")
+    code, out, err = compile_only("--config", "configs/deepseek_v2_lite.py", "--topology", topology)
     assert code == 0, err
     assert re.search(r"^  attention +xla ", out, re.M)
     assert "114.8 M" in out  # 12 layers of q, kv_a and kv_b, their norms, and the shared norm
