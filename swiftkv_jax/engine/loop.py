@@ -8,6 +8,7 @@ with verification added).
 """
 
 import dataclasses
+import os
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,14 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, TokenCounts, sample
+
+# XLA leaves loops out of a GPU's command buffers by default: then the host writes the graph of the loop's body
+# anew for every token, and the GPU waits. On an H200, Llama-3.1-8B's 530 kernels of a token: 2.6 of 10.5 ms.
+_BUFFERS = "xla_gpu_enable_command_buffer"
+_LOOPS_IN_BUFFERS = {
+    _BUFFERS: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+_OPTIONS = None if _BUFFERS in os.environ.get("XLA_FLAGS", "") else _LOOPS_IN_BUFFERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +76,12 @@ class Lanes:
         )
 
 
-@partial(jax.jit, static_argnames=("model", "mode", "steps", "exits"), donate_argnames=("cache",))
+@partial(
+    jax.jit,
+    static_argnames=("model", "mode", "steps", "exits"),
+    donate_argnames=("cache",),
+    compiler_options=_OPTIONS,
+)
 def decode(
     model: Transformer,
     mode: Mode,
