@@ -71,13 +71,14 @@ def run(args: argparse.Namespace) -> int:
         lines = supervisor.results
 
         def every() -> Iterator[Measurement]:
-            files, flags = {"folder": scratch, "chats": str(chats)}, lines["hardware"]["xla_flags"]
-            return order.order(args.shape, lines, model, files, lambda: supervisor.left, torch, flags)
+            files = {"folder": scratch, "chats": str(chats)}
+            return order.order(args.shape, lines, model, files, lambda: supervisor.left, torch)
 
         def save() -> None:
             asked = {line.name: line for line in every()}
             ledger.save(args.output, asked.values(), lines, head["date"])
-            write_whole(args.output / "report.md", report.markdown(shape, head, asked, lines))
+            before = {name: ledger.earlier(line) for name, line in asked.items()}
+            write_whole(args.output / "report.md", report.markdown(shape, head, asked, lines, before))
 
         with contextlib.closing(supervisor):
             where = supervisor.run(order.line("hardware", "hardware", {}))

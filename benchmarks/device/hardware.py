@@ -1,4 +1,4 @@
-"""The machine: its hardware, its peak rates, and the cost of a launch and of a loop iteration."""
+"""The machine: its hardware and its peak rates."""
 
 import functools
 import os
@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from benchmarks.device.shapes import shape_of
 from swiftkv_jax.kernels.check.calls import medians
@@ -50,26 +48,3 @@ def ceilings(shape: str) -> Iterator[dict]:
     total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
     yield {"read_bytes": x.nbytes / seconds_of(lambda: total(x))}
     yield {"flops": 2 * sizes.multiplied**3 / seconds_of(lambda: matmul(a, b))}
-
-
-def launches(count: int) -> Iterator[dict]:
-    """Microseconds of a call from the host, of one of `count` kernels in a program, and of an iteration of a
-    loop whose length only the device knows, with 1 and with 8 kernels in it."""
-    x = jnp.zeros(1024)
-
-    def kernels(x, count):
-        for _ in range(count):
-            x = lax.optimization_barrier(x + 1)  # which nothing is fused across
-        return x
-
-    def loop(x, turns, each):
-        return lax.fori_loop(0, turns, lambda _, x: kernels(x, each), x)
-
-    one, many = jax.jit(lambda x: kernels(x, 1)), jax.jit(lambda x: kernels(x, count))
-    single = seconds_of(lambda: one(x))
-    yield {"call_us": 1e6 * single}
-    yield {"kernel_us": 1e6 * (seconds_of(lambda: many(x)) - single) / (count - 1)}
-    for each in (1, 8):
-        run = jax.jit(functools.partial(loop, each=each))
-        few, more = (seconds_of(functools.partial(run, x, np.int32(n))) for n in (10, 10 + count))
-        yield {f"turn_of_{each}_us": 1e6 * (more - few) / count}

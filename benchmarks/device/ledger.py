@@ -18,7 +18,6 @@ PIECE, PIECES = 16 * 2**20, 3  # bytes of a file with compiled programs, and the
 _WHOLE = ("swiftkv_jax", "kernels", "benchmarks/device/shapes.py")
 SOURCES = {  # files and folders that a task runs
     "ceilings": ("benchmarks/device/hardware.py",),
-    "launches": ("benchmarks/device/hardware.py",),
     "examine": ("kernels",),
     "engine": (*_WHOLE, "benchmarks/device/engine.py", "benchmarks/device/profile.py"),
     "train": (*_WHOLE, "benchmarks/device/training.py"),
@@ -73,6 +72,12 @@ class Ledger:
         """The result of a line that is done."""
         entry = self.entries.get(self.key(line))
         return entry if entry and entry["status"] == "done" else None
+
+    def earlier(self, line: Measurement) -> dict | None:
+        """The newest result of a line that is done, on this kind of device, by any source and versions."""
+        found = [e for e in self.entries.values() if (e["line"], e["status"]) == (line.name, "done")]
+        found = [e for e in found if e["device"] == self.where["device"]]
+        return max(found, key=lambda e: e["date"], default=None)
 
     def save(self, folder: Path, asked: Iterable[Measurement], lines: Mapping[str, dict], date: str) -> None:
         """Write all entries, those of the `asked` lines too that were begun; `lines`: results by name."""

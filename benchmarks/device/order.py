@@ -15,15 +15,15 @@ from swiftkv_jax.kernels.check.supervisor import Measurement
 from swiftkv_jax.kernels.common.case import Call
 
 # By task or part of it: expected on an H100, and at most.
-SECONDS = {"hardware": (8, 60), "ceilings": (8, 60), "launches": (12, 60), "transformers": (40, 120)}
+SECONDS = {"hardware": (8, 60), "ceilings": (8, 60), "transformers": (40, 120)}
 SECONDS |= {"engine, safe": (60, 150), "engine": (35, 120), "train": (30, 120)}
 SECONDS |= {"decode": (12, 40), "chunk": (16, 40), "fill": (8, 40), "keys": (10, 40), "attention": (15, 60)}
 SECONDS |= {"teacher": (60, 150), "student": (120, 600)}
 STANDARD, HALF, SHARED = PLANS
 TEACHER, STUDENT = "SmolLM2: chats", "SmolLM2: student at 50 %"
 PAGE, PAGES = 64, (64, 128)
-# What XLA may put into command buffers, beside its own choice of kinds.
-BUFFERS = {"as it is": None, "with WHILE": "+WHILE", "none": ""}
+# XLA's own choice of what goes into command buffers: without loops, which the engine adds.
+BY_THE_HOST = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+CUDNN"}
 
 
 def line(name: str, task: str, args: Mapping, kind: str = "", group: str = "jax", **env: str) -> Measurement:
@@ -76,7 +76,6 @@ def order(
     files: Mapping[str, str] = types.MappingProxyType({}),
     left: Callable[[], float] = lambda: 0.0,
     torch: bool = True,
-    flags: str = "",
     winner: Callable[[str, Sequence[str], Mapping[str, dict]], str] = choose,
 ) -> Iterator[Measurement]:
     """The lines of the shape `name`, each made when the ones before have run.
@@ -84,7 +83,7 @@ def order(
     Args:
       lines: the results so far, by name. model: the parts of a GGUF file, or a folder; without it no student
         is made. files: where its tasks put files. left: seconds left, all of which the student gets. torch:
-        whether transformers' model can run. flags: XLA_FLAGS. winner: as `decide.choose`.
+        whether transformers' model can run. winner: as `decide.choose`.
     """
     shape = shape_of(name)
     (requests, prompt), long = shape.requests
@@ -115,9 +114,6 @@ def order(
         args = {"shape": name, "attention": attention, "documents": shape.documents, "remat": remat}
         return line(title, "train", args)
 
-    def buffered(kinds: str) -> str:
-        return f"{flags} --xla_gpu_enable_command_buffer={kinds}".strip()
-
     yield line("ceilings", "ceilings", {"shape": name})
     own, safe = calls(shape), {kind: names[0] for kind, names in shape.candidates.items()}
     for kind in ("decode", "chunk"):
@@ -125,8 +121,6 @@ def order(
     best = {kind: won(own[kind]) for kind in ("decode", "chunk")}
     for plan in PLANS:
         yield engine(plan, **best)
-    plain, env = engine(STANDARD, **best), {"XLA_FLAGS": buffered("+WHILE")}
-    yield dataclasses.replace(plain, name=f"{plain.name}, loops in command buffers", group="buffers", env=env)
     keys_and_values, keys, inputs = calls_of_rows(shape)
     for call in (keys_and_values, keys):
         yield from examined(call)
@@ -155,7 +149,5 @@ def order(
     if (fill := won(own["fill"])) != UNFUSED:
         yield engine(HALF, **best, fill=fill)
     yield step(shape.candidates["train"][-1], remat=True)
-    for how, kinds in BUFFERS.items():
-        env = {} if kinds is None else {"XLA_FLAGS": buffered(kinds)}
-        count = {"count": 20 if name == "tiny" else 500}
-        yield line(f"launches: command buffers {how}", "launches", count, group="launches", **env)
+    plain = engine(STANDARD, **best)
+    yield dataclasses.replace(plain, name=f"{plain.name}, loops by the host", group="host", env=BY_THE_HOST)

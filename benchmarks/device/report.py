@@ -177,8 +177,15 @@ def _plain(found: Mapping) -> str:
     return ", ".join(f"{k} {v}" for k, v in shown.items())
 
 
-def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], lines: Mapping[str, dict]) -> str:
-    """All lines, the goals and the answers, as Markdown."""
+def markdown(
+    shape: Shape,
+    head: Mapping,
+    asked: Mapping[str, Measurement],
+    lines: Mapping[str, dict],
+    before: Mapping[str, dict | None],
+) -> str:
+    """All lines, the goals and the answers, as Markdown; of lines that were not reached, what was measured
+    `before`."""
     where = lines.get("hardware", {})
     versions = ", ".join(f"{name} {version}" for name, version in where.get("versions", {}).items())
     rows = []
@@ -186,6 +193,8 @@ def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], line
         took = f"{lines.get(name, {}).get('seconds', 0):.0f}"
         words = said(shape, line, lines).replace("|", "/").replace("\n", " ")
         rows.append([name, words, took, f"{line.least:.0f}", f"{line.limit:.0f}"])
+    missed = {n: e for n, e in before.items() if e and lines.get(n, {}).get("status") != "done"}
+    older = [[n, said(shape, asked[n], {**lines, n: e}), e["date"]] for n, e in missed.items()]
     aims = goals(shape, lines, asked).items()
     reached = [[g, f"{a:g}", "not measured" if got is None else f"{got:.3g}"] for g, (a, got) in aims]
     over = [
@@ -202,6 +211,8 @@ def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], line
         table(["engine", *RATIOS.values()], over),
         table(["line", "found", "s", "expected", "limit"], rows),
     ]
+    if older:
+        parts += ["Measured before, by other sources or versions:", table(["line", "found", "date"], older)]
     return "\n\n".join([*parts, *_profiles(lines), *_answers(lines)]) + "\n"
 
 
