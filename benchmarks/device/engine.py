@@ -21,10 +21,10 @@ PROFILED = 65  # tokens of each prompt that are decoded while the profiler runs
 PLANS = {"standard": None, "SwiftKV 50 %": 1, "+ 2-way AcrossKV": 2}  # layers that share a row
 
 
-def plan_of(name: str, layers: int) -> skv.KVPlan:
+def plan_of(name: str, config: ModelConfig) -> skv.KVPlan:
     """The plan of a name in `PLANS`."""
     share = PLANS[name]
-    return skv.KVPlan.standard(layers) if share is None else skv.KVPlan.swiftkv(layers, layers // 2, share)
+    return config.plan() if share is None else config.plan(config.num_layers // 2, share)
 
 
 def random_weights(config: ModelConfig, plan: skv.KVPlan, dtype: str, cuts: weights.Cuts = None) -> PyTree:
@@ -51,7 +51,7 @@ def measure(
     gc.collect()  # the model of the line before
     sizes = shape_of(shape)
     config, outputs = sizes.config, sizes.outputs
-    rows = plan_of(plan, config.num_layers)
+    rows = plan_of(plan, config)
     began = time.perf_counter()
     params = random_weights(config, rows, sizes.dtype)
     yield {"weights_seconds": time.perf_counter() - began}

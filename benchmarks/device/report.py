@@ -42,7 +42,7 @@ def of_engine(shape: Shape, args: Mapping, found: Mapping, top: Mapping) -> dict
     """
     found, config, context = dict(found), shape.config, args["prompt"]
     if "prompt_tokens_per_s" in found:
-        plan = plan_of(args["plan"], config.num_layers)
+        plan = plan_of(args["plan"], config)
         work = flops_table(config, plan, context, layers=plan.depth)
         rate = found["prompt_tokens_per_s"] * 1e9 * (work["total"] - work["vocab"])
         found["matmul"] = share(rate, top, "flops")
