@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swiftkv_jax.config.experts import Experts
+from swiftkv_jax.config.latent import Latent
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine.engine import Engine
@@ -22,6 +25,19 @@ PLANS = {
     "standard": KVPlan.standard(LAYERS),
     "swiftkv": KVPlan.swiftkv(LAYERS, 2),
     "acrosskv": KVPlan.swiftkv(LAYERS, 1, 2),  # the last group is shorter
+}
+_EXPERTS = Experts(count=6, per_token=2, width=16, normalise=True)
+_GROUPS = {"router": "noaux_tc", "groups": 3, "top_groups": 2, "scale": 1.5, "shared": 16}
+# As small as can be: Mixtral, and DeepSeek-V3. Other names in the place of a plan, which is "acrosskv".
+MODELS = {
+    "mixtral": {"experts": _EXPERTS, "mlps": ("experts",) * LAYERS, "exit_head": True},
+    "deepseek": {
+        **{"num_kv_heads": 4, "head_dim": 20, "qk_norm": False, "exit_head": True, "attention_scale": 0.3},
+        "latent": Latent(rank=24, query_rank=20, plain=12, rotary=8, value=12),
+        "rope": RopeConfig(interleaved=True),
+        "mlps": ("dense", *("experts",) * (LAYERS - 1)),
+        "experts": dataclasses.replace(_EXPERTS, **_GROUPS),
+    },
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SIZES = {
@@ -126,7 +142,11 @@ def greedy(model: Transformer, params, prompt: list[int], count: int) -> list[in
 
 @functools.cache
 def model(plan: str):
-    return make_model(PLANS[plan])
+    """The model of a plan, or one of MODELS."""
+    if plan not in MODELS:
+        return make_model(PLANS[plan])
+    form = "latent" if "latent" in MODELS[plan] else "kv"
+    return make_model(PLANS["acrosskv"].stored_as(form), **MODELS[plan])
 
 
 @functools.cache

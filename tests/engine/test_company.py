@@ -83,7 +83,7 @@ def bits(completion) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["acrosskv", "standard"])
+@pytest.mark.parametrize("plan", ["acrosskv", "standard", "deepseek"])
 def test_batch_invariant_bfloat16_answers_are_bit_identical_in_any_batch(plan):
     """The engine has a prefix cache, and so few pages that requests wait for them."""
     prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 12), seed=7)

@@ -180,9 +180,13 @@ def test_a_score_that_is_not_a_number_ends_its_request_only():
         llm.score([4, 200, 5])
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
-def test_abort_at_any_moment_frees_everything_and_changes_no_other_request(after):
-    llm = make()
+@pytest.mark.slow("2-mixtral", "3-deepseek")
+@pytest.mark.parametrize(
+    ("after", "plan"),
+    [*((after, "acrosskv") for after in (0, 1, 2, 3, 5)), (2, "mixtral"), (3, "deepseek")],
+)
+def test_abort_at_any_moment_frees_everything_and_changes_no_other_request(after, plan):
+    llm = make(plan)
     requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
     for request in requests:
         llm.engine.add(request)
@@ -195,7 +199,7 @@ def test_abort_at_any_moment_frees_everything_and_changes_no_other_request(after
         if not llm.engine.busy:
             break
         done |= {g.request.request_id: g.output() for g in llm.engine.step() if g.finished}
-    for i, (request, want) in enumerate(zip(requests, definition("acrosskv"), strict=True)):
+    for i, (request, want) in enumerate(zip(requests, definition(plan), strict=True)):
         got = done[request.request_id].outputs[0]
         assert got.token_ids == want or (i in (1, 3, 7) and got.finish_reason == "abort")
     assert all_free(llm.engine)

@@ -81,9 +81,10 @@ def greedy_of_all(net, params, prompts, count: int) -> tuple[list[list[int]], li
     return np.stack(tokens, 1).tolist(), np.stack(margins, 1).tolist()
 
 
-@pytest.mark.parametrize("plan", [pytest.param("standard", marks=pytest.mark.slow), "acrosskv"])
+@pytest.mark.slow("standard", "mixtral", "deepseek")
+@pytest.mark.parametrize("plan", ["standard", "acrosskv", *tiny.MODELS])
 def test_three_hundred_random_prompts(plan):
-    """Many begin alike, pages are scarce, guesses are checked; 150 prompts for each plan.
+    """Many begin alike, pages are scarce, guesses are checked; 150 prompts for each model.
 
     A token may differ only where the definition's two best logits lie within 1e-5, which is counted.
     """
@@ -174,25 +175,26 @@ def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
     return out
 
 
-@pytest.mark.slow("int8-xla")
 @pytest.mark.parametrize(
-    ("dtype", "fill"),
+    ("plan", "dtype", "fill"),
     [
-        ("float8_e4m3fn", "unfused"),
-        ("int8", "xla"),
-        pytest.param("float8_e4m3fn", "xla", marks=pytest.mark.slow),
-        pytest.param("int8", "unfused", marks=pytest.mark.slow),
+        ("acrosskv", "float8_e4m3fn", "unfused"),
+        pytest.param("acrosskv", "int8", "xla", marks=pytest.mark.slow),
+        pytest.param("acrosskv", "float8_e4m3fn", "xla", marks=pytest.mark.slow),
+        pytest.param("acrosskv", "int8", "unfused", marks=pytest.mark.slow),
+        pytest.param("deepseek", "float8_e4m3fn", "unfused", marks=pytest.mark.slow),
     ],
 )
-def test_rounding_caches_give_one_result_for_any_chunking(dtype, fill):
+def test_rounding_caches_give_one_result_for_any_chunking(plan, dtype, fill):
     params = dataclasses.replace(GREEDY, max_tokens=8)
-    want = rounded_definition("acrosskv", dtype)
-    assert want != [row[:8] for row in definition("acrosskv")], "rounding must matter"
+    want = rounded_definition(plan, dtype)
+    assert want != [row[:8] for row in definition(plan)], "rounding must matter"
     for budget in (32, 7):
-        llm = make(cache_dtype=dtype, max_num_batched_tokens=budget, kernels=f"fill={fill}")
+        llm = make(plan, cache_dtype=dtype, max_num_batched_tokens=budget, kernels=f"fill={fill}")
         assert tokens(run(llm, params=params)) == want
     rows, config = llm.model.plan.num_rows, llm.model.config
-    assert llm.cache_bytes_per_token == 2 * rows * (config.kv_width + 4 * config.num_kv_heads)
+    stored = 24 + 8 + 4 if plan == "deepseek" else 2 * (config.kv_width + 4 * config.num_kv_heads)
+    assert llm.cache_bytes_per_token == rows * stored
     assert llm.engine.runner.cache.bytes_per_token == llm.cache_bytes_per_token
 
 

@@ -1,31 +1,13 @@
 """Students with rows in each form, and with experts: their tokens do not depend on how they are run."""
 
-import dataclasses
-
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax.config.experts import Experts
-from swiftkv_jax.config.latent import Latent
 from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.engine.llm import LLM
 
 FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE), "exit_head": True}
-# As small as can be: Mixtral, and DeepSeek-V3.
-EXPERTS = Experts(count=6, per_token=2, width=16, normalise=True)
-GROUPS = {"router": "noaux_tc", "groups": 3, "top_groups": 2, "scale": 1.5, "shared": 16}
-MIXTRAL = {"experts": EXPERTS, "mlps": ("experts",) * 4}
-DEEPSEEK = {
-    **{"num_kv_heads": 4, "head_dim": 20, "qk_norm": False, "exit_head": True, "attention_scale": 0.3},
-    "latent": Latent(rank=24, query_rank=20, plain=12, rotary=8, value=12),
-    "rope": RopeConfig(interleaved=True),
-    "mlps": ("dense", "experts", "experts", "experts"),
-    "experts": dataclasses.replace(EXPERTS, **GROUPS),
-}
-MODELS = {"latent": DEEPSEEK, "kv": MIXTRAL | {"exit_head": True}}
 FORMS = {
-    "latent": ("latent",),
-    "kv": ("kv",),
     "k": ("k",),
     "v": ("v",),
     "x": ("x",),
@@ -46,11 +28,14 @@ def ragged_prompts() -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "form, dtype",
-    [*((form, "float32") for form in FORMS), ("latent", "int8")]
+    [*((form, "float32") for form in (*tiny.MODELS, *FORMS)), ("deepseek", "int8")]
     + [("mixed", dtype) for dtype in ("bfloat16", "int8", "float8_e4m3fn")],
 )
 def test_tokens_do_not_depend_on_how_a_model_is_run(form, dtype):
-    model = tiny.make_model(tiny.PLANS["acrosskv"].stored_as(*FORMS[form]), **MODELS.get(form, FREE))
+    if form in tiny.MODELS:
+        model = tiny.model(form)
+    else:
+        model = tiny.make_model(tiny.PLANS["acrosskv"].stored_as(*FORMS[form]), **FREE)
     prompts, found = ragged_prompts(), []
     for changes in ({}, *WAYS.values()):
         settings = tiny.SIZES | {"max_model_len": 96, "cache_dtype": dtype} | changes
