@@ -1,7 +1,9 @@
 """Small random transformers models of every family, saved as a user would find them."""
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -298,3 +300,25 @@ def torch_logits(model: transformers.PreTrainedModel, ids: np.ndarray) -> np.nda
     """[B, T, V] float32 logits of token ids [B, T]."""
     with torch.no_grad():
         return model(torch.tensor(ids)).logits.float().numpy()
+
+
+def decided(run: Callable[[], np.ndarray], most: float = 0.02) -> tuple[np.ndarray, np.ndarray]:
+    """(the logits [B, T, V] that `run` returns, which of its tokens [B, T] can be compared).
+
+    A token whose last chosen and first rejected expert, or group of experts, are within 1e-5 of each other in
+    any router may run other experts by rounding, and all tokens behind it in its text read what it stores. Of
+    such ties there may be `most` of all tokens.
+    """
+    topk, near = torch.topk, []
+
+    def watched(scores, k, *args, **kwargs):
+        if scores.ndim == 2 and k < scores.shape[1]:
+            best = topk(scores, k + 1).values
+            near.append((best[:, -2] - best[:, -1] < 1e-5).numpy())
+        return topk(scores, k, *args, **kwargs)
+
+    with mock.patch("torch.topk", watched):
+        logits = run()
+    near = np.any([np.zeros(logits.shape[0] * logits.shape[1]), *near], axis=0)
+    assert near.mean() <= most, f"{near.sum()} ties of routers"
+    return logits, ~np.logical_or.accumulate(near.reshape(logits.shape[:2]), axis=1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import hf_models
 import jax
 import numpy as np
 import pytest
@@ -52,6 +53,19 @@ def test_routers_of_deepseek_are_those_of_transformers(case):
     np.put_along_axis(want, chosen.numpy(), shares.numpy(), 1)
     np.put_along_axis(got, np.asarray(ours), np.asarray(own), 1)
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_tokens_whose_experts_rounding_may_decide_are_not_compared():
+    """Two experts with the same router, one of which is the last that a token runs; and all tokens behind."""
+    theirs = hf_models.make("mixtral")
+    gate, seen = theirs.model.layers[2].mlp.gate, []
+    gate.weight.data[1] = gate.weight.data[4]
+    gate.register_forward_hook(lambda _, given, __: seen.append(given[0] @ gate.weight.T))
+    logits, sure = hf_models.decided(lambda: hf_models.torch_logits(theirs, hf_models.tokens()), most=1)
+    scores = seen[0].reshape(*logits.shape[:2], -1).numpy()
+    tied = (scores > scores[..., 1:2] + 1e-5).sum(-1) == gate.top_k - 1
+    assert 0 < tied.sum() < tied.size
+    np.testing.assert_array_equal(sure, np.cumsum(tied, axis=1) == 0)
 
 
 BAD = [

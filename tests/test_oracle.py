@@ -174,8 +174,7 @@ def test_forward_start_and_export_equal_the_oracle(family, split, share, fields,
     apply = jax.jit(student.apply)
 
     # The untrained student is the reference's untrained student.
-    started = oracle.logits(TOKENS)
-    np.testing.assert_allclose(apply({"params": copied}, TOKENS), started, rtol=0, atol=1e-4)
+    started = agrees(oracle, apply({"params": copied}, TOKENS))
 
     # Any student, by its published names: strict loading finds every name and shape, and no other.
     moved = _moved(copied)
@@ -184,9 +183,15 @@ def test_forward_start_and_export_equal_the_oracle(family, split, share, fields,
     if fields.get("tie_word_embeddings"):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     oracle.model.load_state_dict(hf_models.stacked(tensors), strict=True)
-    trained = oracle.logits(TOKENS)
+    trained = agrees(oracle, apply({"params": moved}, TOKENS))
     assert np.abs(trained - started).max() > 0.5
-    np.testing.assert_allclose(apply({"params": moved}, TOKENS), trained, rtol=0, atol=1e-4)
+
+
+def agrees(oracle: Oracle, got) -> np.ndarray:
+    """The oracle's logits, which equal `got` but for tokens whose experts rounding may decide."""
+    want, sure = hf_models.decided(lambda: oracle.logits(TOKENS))
+    np.testing.assert_allclose(np.asarray(got)[sure], want[sure], rtol=0, atol=1e-4)
+    return want
 
 
 def _moved(params):

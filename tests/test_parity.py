@@ -20,14 +20,14 @@ def our_logits(folder, **options):
 @pytest.mark.parametrize("name", hf_models.CASES)
 def test_logits_equal_transformers_before_and_after_a_round_trip(name, tmp_path):
     theirs = hf_models.make(name)
-    want = hf_models.torch_logits(theirs, TOKENS)
+    want, sure = hf_models.decided(lambda: hf_models.torch_logits(theirs, TOKENS))
     assert want.std() > 2, "flat logits would hide errors"
     got, model, params = our_logits(hf_models.save(theirs, tmp_path / "theirs"))
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got[sure], want[sure], rtol=0, atol=1e-4)
 
     save_pretrained(tmp_path / "ours", model, params)
     again = hf_models.torch_logits(hf_models.load(tmp_path / "ours"), TOKENS)
-    np.testing.assert_allclose(again, want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(again[sure], want[sure], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama31_rope", "mistral_window", "qwen2_window", "qwen3"])
