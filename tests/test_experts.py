@@ -99,6 +99,7 @@ RAW = {
     [
         ({"num_experts": None}, "config.json: num_experts must be"),
         ({"num_experts_per_tok": 5}, "a token cannot run 5 of 4 experts"),
+        ({"norm_topk_prob": "false"}, "config.json: norm_topk_prob must be true or false, not 'false'"),
         ({"mlp_only_layers": "1"}, "mlp_only_layers must list layers"),
         ({"model_type": "olmoe", "clip_qkv": 2.0}, "clip_qkv is 2.0"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window is true"),

@@ -196,6 +196,7 @@ REFUSED = [
     (V2_LITE, {"topk_method": "noaux_tc"}, 'topk_method is "noaux_tc"'),
     (V2_LITE, {"scoring_func": "sigmoid"}, 'scoring_func is "sigmoid"; only "softmax"'),
     (V2_LITE, {"n_group": 3, "topk_method": "group_limited_greedy"}, "64 experts in 3 groups"),
+    (V2_LITE, {"routed_scaling_factor": "1"}, "config.json: routed_scaling_factor must be a finite number"),
     (V2_LITE, {"kv_lora_rank": None}, "kv_lora_rank must be"),
     (V2_LITE, {"qk_rope_head_dim": 63}, "must be even"),
     (V2_LITE, {"n_routed_experts": None}, "n_routed_experts must be"),

@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 from collections.abc import Mapping
+from functools import partial
 
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError
@@ -51,7 +52,8 @@ class Experts:
 
 
 _ALSO = {"num_experts": "num_local_experts"}  # as transformers 5 writes it
-_PLAIN = ("router", "normalise", "scale")  # fields that are no sizes
+# Fields that are no sizes; what is known of routers, `Experts` says.
+_CHECKS = {"router": lambda _, value: value, "normalise": checks.flag, "scale": checks.number}
 _OPTIONAL = ("router", "groups", "top_groups", "shared")  # fields that a file may leave out, or say null
 _COUNTED = "n_shared_experts"  # as wide together as so many experts
 
@@ -72,7 +74,7 @@ def experts_from_hf(said: Mapping, raw: Mapping, layers: int) -> dict:
         if not isinstance(place, str):
             fields[name] = place
         elif name not in _OPTIONAL or value is not None:
-            fields[name] = value if name in _PLAIN else checks.integer(where, value, 0)
+            fields[name] = _CHECKS.get(name, partial(checks.integer, least=0))(where, value)
     if said.get("shared") == _COUNTED and "shared" in fields:
         fields["shared"] *= fields["width"]
     if fields.get("router") in ("greedy", "group_limited_greedy") and fields["normalise"]:
