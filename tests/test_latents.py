@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from unittest import mock
 
 import hf_models
 import jax
@@ -19,6 +20,7 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.model import ModelConfig, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import latent as latents
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import logits
@@ -75,19 +77,29 @@ def test_any_chunks_give_the_definitions_numbers(split, share, chunk):
             np.testing.assert_allclose(got[0], want[start + count - 1], rtol=0, atol=1e-5)
 
 
-def test_expanded_latents_in_8_bits_are_read_as_they_are_rounded():
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_expanded_latents_are_read_as_they_are_stored(dtype, sequences):
+    """By blocks of ten queries, amid stale pages of NaN; a sequence may own none, and others several."""
     form, latent, rng = Latents(), LATENT.latent, np.random.default_rng(1)
-    q = jnp.asarray(rng.normal(size=(1, 30, 4, 18)), jnp.float32)
+    q = jnp.asarray(rng.normal(size=(4, 10, 4, 18)), jnp.float32)
     reader = {"kernel": jnp.asarray(rng.normal(size=(4, latent.rank, 14)), jnp.float32)}
-    data, scale = encode(jnp.asarray(rng.normal(size=(2, 6, 8, 1, 30)), jnp.float32), jnp.int8)
-    pool = Pool(data.reshape(2, 6, 8, 30), jnp.swapaxes(scale, 2, 3))
-    where = jnp.array([[4, 2, 5, 1]]), jnp.array([0]), jnp.arange(30)[None]
-    expanded, absorbed = (
-        form.read(LATENT, reader, q, Paged((pool,), 1, *where, 99, 32, name))
-        for name in ("xla_one_turn", "reference")
-    )
-    np.testing.assert_allclose(expanded, absorbed, rtol=0, atol=1e-5)
-    assert absorbed.std() > 0.5
+    data, scale = encode(jnp.asarray(rng.normal(size=(2, 14, 8, 1, 30)), jnp.float32), jnp.dtype(dtype))
+    data = data.reshape(2, 14, 8, 30)
+    data = data if dtype == "int8" else data.at[:, 13].set(jnp.nan)
+    pool = Pool(data, None if scale is None else jnp.swapaxes(scale, 2, 3))
+    table = jnp.array([[4, 2, 5, 13], [7, 1, 3, 0], [9, 12, 6, 13]])[:sequences]
+    sequence = jnp.array([0, 0, 2, 2]) % sequences
+    position = jnp.where(jnp.arange(40) < 38, jnp.arange(40) % 20, -1).reshape(4, 10)
+    where = table, sequence, position
+    with mock.patch.object(latents, "_over_expanded", wraps=latents._over_expanded) as long:
+        found = {
+            name: form.read(LATENT, reader, q, Paged((pool,), 1, *where, 99, 32, name))
+            for name in ("xla_one_turn", "reference")
+        }
+    long.assert_called_once()
+    np.testing.assert_allclose(found["xla_one_turn"], found["reference"], rtol=0, atol=1e-5)
+    assert found["reference"].std() > 0.5
 
 
 def test_a_row_is_a_latent_and_the_rotary_part_of_keys_once():

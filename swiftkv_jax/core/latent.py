@@ -14,6 +14,7 @@ from swiftkv_jax.kernels.common.dispatch import device
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
 
+_MOST_BYTES = 2 << 30  # of expanded keys and values, which only one layer has at a time
 _LANES = 128  # of a TPU: XLA copies pools whose rows are no multiple of them at every call
 
 
@@ -22,8 +23,8 @@ class Latents(Form):
 
     Full sequences expand a latent to the keys and values of every head. Over pages `kv_b_proj` moves to the
     queries and to the weighted sums, so that all heads read the stored row as it is: its key is the whole
-    row, its value the latent. A long chunk of one sequence is expanded too, if its attention reads all pages
-    of the table anyway. Layers that share a row read it by its maker's `kv_b_proj`.
+    row, its value the latent. Long chunks are expanded too, if their attention reads all pages of the table
+    anyway. Layers that share a row read it by its maker's `kv_b_proj`.
     """
 
     operation: ClassVar[str] = PAGED
@@ -65,8 +66,7 @@ class Latents(Form):
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
         latent, (pool,) = latent_of(config), paged.pools
-        alone = paged.table.shape[0] == 1 and paged.implementation == "xla_one_turn"
-        if alone and paged.position.size >= latent.worth_expanding:
+        if paged.implementation == "xla_one_turn" and _long_chunks(latent, q, paged):
             return _over_expanded(config, reader, q, paged)
         to_keys, to_values = jnp.split(kernel_of(reader, q.dtype), [latent.plain], axis=-1)
         plain, rotary = jnp.split(q, [latent.plain], axis=-1)
@@ -99,15 +99,24 @@ def _keys_values(latent: Latent, reader: PyTree, row: Float[Array, "*batch 1 W"]
     return jnp.concatenate([keys, rotary], axis=-1), values
 
 
+def _long_chunks(latent: Latent, q: Queries, paged: Paged) -> bool:
+    """Whether the sequences have so many queries in the mean, and the keys and values of all of them, which
+    exist at once, fit."""
+    sequences, (heads, width) = len(paged.table), q.shape[2:]
+    keys = paged.table.size * paged.pools[0].data.shape[2]
+    held = keys * heads * (width + latent.value) * q.dtype.itemsize
+    return held <= _MOST_BYTES and paged.position.size >= latent.worth_expanding * sequences
+
+
 def _over_expanded(config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
-    """Attention of one sequence's queries over the keys and values of all its pages."""
-    (pool,), (names,) = paged.pools, paged.table
-    rows = pool.data[paged.row, names].astype(q.dtype)  # [slots, Z, W]
+    """Attention over the keys and values of all pages of the table, expanded."""
+    (pool,), names = paged.pools, paged.table.reshape(-1)
+    rows = pool.data[paged.row, names].astype(q.dtype)  # [Q * slots, Z, W]
     if pool.scale is not None:
         rows = rows * pool.scale[paged.row, names, 0, :, None].astype(q.dtype)
     made = _keys_values(latent_of(config), reader, rows[:, :, None])
     keys, values = (Pool(x.reshape(1, *x.shape[:2], -1), None) for x in made)
-    table = jnp.arange(len(names), dtype=jnp.int32)[None]
+    table = jnp.arange(len(names), dtype=jnp.int32).reshape(paged.table.shape)
     options = paged.how | {"row": 0, "scale": config.head_dim**-0.5}
     return paged_attention(q, (keys, values), table, *paged.places[1:], **options)
 
