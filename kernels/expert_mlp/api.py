@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from swiftkv_jax.kernels.causal_attention.shards import WHOLE, Shards
 from swiftkv_jax.kernels.common import dispatch
@@ -16,7 +16,7 @@ from swiftkv_jax.kernels.expert_mlp import reference, xla
 EXPERT_MLP = {
     "reference": Implementation(reference.expert_mlp),
     "xla": Implementation(xla.expert_mlp),
-    "xla_groups": Implementation(xla.by_groups),
+    "xla_groups": Implementation(xla.by_groups, xla.refuses_groups),
 }
 
 
@@ -24,24 +24,25 @@ def expert_mlp(
     x: Float[Array, "B T D"],
     chosen: Int[Array, "B T k"],
     weights: Float[Array, "B T k"],
-    gate: Float[Array, "X D F"],
-    up: Float[Array, "X D F"],
-    down: Float[Array, "X F D"],
-    *,
+    gate: Float[Array, "X D F"] | Int8[Array, "X D F"],
+    up: Float[Array, "X D F"] | Int8[Array, "X D F"],
+    down: Float[Array, "X F D"] | Int8[Array, "X F D"],
+    *scales: Float[Array, "X _"],
     activation: Callable = jax.nn.silu,
     implementation: str | None = None,
     shards: Shards = WHOLE,
 ) -> Float[Array, "B T D"]:
     """Each token's weighted sum of its experts: exactly, without a capacity and without a dropped token. It
-    can be differentiated by `x`, `weights` and the experts.
+    can be differentiated by `x`, `weights` and, without scales, the experts.
 
     Args:
       x: [B, T, D] tokens.
       chosen: [B, T, k] the experts of each, in [0, X) and all different.
       weights: [B, T, k] float32 factors of their outputs.
       gate, up: [X, D, F] and down: [X, F, D], in x's dtype: an expert is down(activation(gate x) * up x).
+      scales: float32 factors of the outputs of gate, up [X, F] and down [X, D], which are then in 8 bits.
       implementation: "reference", "xla" (a loop over tiles of one expert's tokens), "xla_groups"
-        (`lax.ragged_dot`, for TPUs), or None.
+        (`lax.ragged_dot`, for TPUs; no 8 bits), or None.
       shards: the axes of the mesh that tokens are cut over, and as `heads` those of X. Each device runs its
         own experts on its own tokens, and one all-reduce adds up the devices' sums.
 
@@ -67,14 +68,15 @@ def expert_mlp(
     def own(x, chosen, *rest):
         """What one device's experts add to its tokens."""
         weights, *experts = rest
-        first = lax.axis_index(cut.heads) * len(experts[0]) if cut.heads else 0
-        here = (chosen >= first) & (chosen < first + len(experts[0]))
-        chosen = jnp.where(here, chosen - first, len(experts[0]))
+        held = len(experts[0])
+        first = lax.axis_index(cut.heads) * held if cut.heads else 0
+        here = (chosen >= first) & (chosen < first + held)
+        chosen = jnp.where(here, chosen - first, held)
         flat = (y.reshape(-1, y.shape[-1]) for y in (x, chosen, weights))
         args, options = (*flat, *experts), {"activation": activation}
         return dispatch.call("expert_mlp", EXPERT_MLP, implementation, args, options).reshape(x.shape)
 
-    arrays = (x, chosen, weights, gate, up, down)
+    arrays = (x, chosen, weights, gate, up, down, *scales)
     if cut == WHOLE:
         return own(*arrays)
     tokens, experts = PartitionSpec(cut.rows or None, cut.tokens or None), PartitionSpec(cut.heads or None)
@@ -85,5 +87,9 @@ def expert_mlp(
 
     # Each device gets the slope of the sum over `count`. The gradient of `psum` would add these up again.
     added.defvjp(lambda y: (added(y), None), lambda _, slope: (slope * slope.dtype.type(count),))
-    specs = {"in_specs": (*(tokens,) * 3, *(experts,) * 3), "out_specs": tokens, "check_vma": False}
+    specs = {
+        "in_specs": (*(tokens,) * 3, *(experts,) * len(arrays[3:])),
+        "out_specs": tokens,
+        "check_vma": False,
+    }
     return jax.shard_map(lambda *args: added(own(*args)), **specs)(*arrays)

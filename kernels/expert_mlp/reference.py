@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 
 
-def expert_mlp(x, chosen, weights, gate, up, down, *, activation):
+def expert_mlp(x, chosen, weights, gate, up, down, *scales, activation):
     """As `api.expert_mlp` of tokens [T, D], in at least float32: every expert runs on every token."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
+    if scales:
+        pairs = zip((gate, up, down), scales, strict=True)
+        gate, up, down = (w.astype(wide) * scale[:, None] for w, scale in pairs)
 
     def product(text: str, a, b):
         return jnp.einsum(text, a.astype(wide), b.astype(wide), precision="highest")

@@ -17,24 +17,29 @@ _FEW = 64  # tokens up to which a GPU takes less time to read all experts than t
 _BLOCK = 2048  # tokens of one grouped product, whose rows exist at once
 
 
-def expert_mlp(x, chosen, weights, gate, up, down, *, activation):
+def expert_mlp(x, chosen, weights, gate, up, down, *scales, activation):
     """As `api.expert_mlp` of tokens [T, D]; an expert from X on is none."""
-    arrays = (x, chosen, weights, gate, up, down)
+    arrays = (x, chosen, weights, gate, up, down, *scales)
     if static_loops(None) and len(x) <= _FEW and 2 * chosen.size >= len(gate):
         return _every(*arrays, activation=activation)
     return _tiled(activation, *arrays)
 
 
-def _one(activation, x, gate, up, down):
+def _one(activation, x, gate, up, down, *scales):
     """One expert's output [n, D] in float32."""
-    hidden = activation(jnp.matmul(x, gate)) * jnp.matmul(x, up)
-    return jnp.matmul(hidden, down, preferred_element_type=jnp.float32)
+    wide = partial(jnp.matmul, preferred_element_type=jnp.float32)
+    if not scales:
+        return wide(activation(jnp.matmul(x, gate)) * jnp.matmul(x, up), down)
+    gate, up, down = (w.astype(x.dtype) for w in (gate, up, down))
+    gate, up = (wide(x, w) * scale for w, scale in zip((gate, up), scales[:2], strict=True))
+    hidden = activation(gate.astype(x.dtype)) * up.astype(x.dtype)
+    return wide(hidden, down) * scales[2]
 
 
-def _every(x, chosen, weights, gate, up, down, *, activation):
+def _every(x, chosen, weights, gate, *rest, activation):
     """Every expert on every token: the experts are read once, where they lie."""
     share = jnp.sum(jax.nn.one_hot(chosen, len(gate)) * weights[..., None], axis=1)
-    each = jax.vmap(partial(_one, activation))(jnp.broadcast_to(x, (len(gate), *x.shape)), gate, up, down)
+    each = jax.vmap(partial(_one, activation))(jnp.broadcast_to(x, (len(gate), *x.shape)), gate, *rest)
     return jnp.einsum("xtd,tx->td", each, share, precision="highest").astype(x.dtype)
 
 
@@ -74,13 +79,13 @@ def _rows(x, index):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(activation, x, chosen, weights, gate, up, down):
-    number, expert, assigned = _tiles(chosen, len(gate))
+def _tiled(activation, x, chosen, weights, *experts):
+    number, expert, assigned = _tiles(chosen, len(experts[0]))
     per_token = chosen.shape[-1]
 
     def tile(i, out):
         a, e = assigned[i], expert[i]
-        y = _one(activation, _rows(x, a // per_token), gate[e], up[e], down[e])
+        y = _one(activation, _rows(x, a // per_token), *(w[e] for w in experts))
         share = _rows(weights.reshape(-1), a)[:, None]
         return out.at[a // per_token].add(share * y, mode="drop")
 
@@ -92,27 +97,31 @@ def _forward(activation, *arrays):
 
 
 def _backward(activation, arrays, slope):
-    """The same loop again. XLA removes the sums of the experts' gradients where nothing needs them."""
+    """The same loop again. XLA removes the sums of the experts' gradients where nothing needs them; those in
+    8 bits have none."""
     x, chosen, weights, *experts = arrays
+    trained = experts if len(experts) == 3 else []
     number, expert, assigned = _tiles(chosen, len(experts[0]))
     per_token = chosen.shape[-1]
 
     def tile(i, sums):
         a, e = assigned[i], expert[i]
         dx, shares, *of_experts = sums
-        y, pull = jax.vjp(partial(_one, activation), _rows(x, a // per_token), *(w[e] for w in experts))
+        own = [w[e] for w in experts]
+        run = partial(_one, activation) if trained else lambda rows: _one(activation, rows, *own)
+        y, pull = jax.vjp(run, _rows(x, a // per_token), *(own if trained else ()))
         wanted = _rows(slope, a // per_token).astype(jnp.float32)
-        rows, *own = pull(_rows(weights.reshape(-1), a)[:, None] * wanted)
+        rows, *slopes = pull(_rows(weights.reshape(-1), a)[:, None] * wanted)
         dx = dx.at[a // per_token].add(rows.astype(jnp.float32), mode="drop")
         shares = shares.at[a].set(jnp.sum(y * wanted, axis=-1), mode="drop")
-        pairs = zip(of_experts, own, strict=True)
+        pairs = zip(of_experts, slopes, strict=True)
         return dx, shares, *(total.at[e].add(w.astype(jnp.float32)) for total, w in pairs)
 
-    zeros = [jnp.zeros(y.shape, jnp.float32) for y in (x, weights.reshape(-1), *experts)]
+    zeros = [jnp.zeros(y.shape, jnp.float32) for y in (x, weights.reshape(-1), *trained)]
     dx, shares, *of_experts = lax.fori_loop(0, number, tile, tuple(zeros))
     found = (dx, shares.reshape(weights.shape), *of_experts)
-    dx, shares, *of_experts = (y.astype(z.dtype) for y, z in zip(found, (x, weights, *experts), strict=True))
-    return dx, None, shares, *of_experts
+    dx, shares, *of_experts = (y.astype(z.dtype) for y, z in zip(found, (x, weights, *trained), strict=True))
+    return dx, None, shares, *(of_experts or [None] * len(experts))
 
 
 _tiled.defvjp(_forward, _backward)
@@ -146,3 +155,8 @@ def by_groups(x, chosen, weights, gate, up, down, *, activation):
     ]
     cut = [y.reshape(blocks, _BLOCK, -1) for y in padded]
     return lax.map(some, tuple(cut)).reshape(-1, x.shape[-1])[: len(x)]
+
+
+def refuses_groups(*args, **_) -> str:
+    """Name the unsupported part of a call and what is supported instead, or return ""."""
+    return "experts in 8 bits, which would be made wide together: xla does" if len(args) > 6 else ""

@@ -464,7 +464,12 @@ class ExpertMlp:
         wide = rows.astype(jnp.float32)
         scores = jnp.matmul(wide, kernel_of(p["router"], jnp.float32), precision="highest")
         chosen, shares = route(experts, scores, p.get("choice"))
-        kernels = [kernel_of(p["experts"][name], h.dtype) for name in ("gate_proj", "up_proj", "down_proj")]
+        parts = [p["experts"][name] for name in ("gate_proj", "up_proj", "down_proj")]
+        scales = [part["scale"] for part in parts if "scale" in part]
+        if len(scales) == len(parts):
+            kernels = [part["kernel"] for part in parts] + scales
+        else:
+            kernels = [kernel_of(part, h.dtype) for part in parts]
         options = {"activation": _ACTIVATIONS[config.activation], "shards": SHARDS}
         out = expert_mlp(rows, chosen, shares, *kernels, **options).reshape(h.shape)
         if not experts.shared:

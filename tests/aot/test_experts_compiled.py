@@ -26,24 +26,36 @@ def made(chip: str, case: str, devices: int, gradient: bool = False):
         return jax.vjp(lambda x, weights: call(x, chosen, weights, *rest), x, weights)[1](rest[-1])
 
     shapes, _ = REAL[case].shapes()
-    places = [NamedSharding(mesh, PartitionSpec("tensor" if 3 <= i < 6 else None)) for i in range(7)]
+    whole, cut = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (None, "tensor"))
+    places = [whole] * 3 + [cut] * (len(shapes) - 4) + [whole]
     args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p) for s, p in zip(shapes, places, strict=True)]
     with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return compiled(jax.jit(run).lower(*args))
 
 
 def mebibytes(program) -> float:
-    return program.memory_analysis().temp_size_in_bytes / 2**20
+    taken = program.memory_analysis().temp_size_in_bytes / 2**20
+    print(f"{taken:.1f} MiB")
+    return taken
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("case, most", [("v2_lite", 256), ("v2_lite_decode", 64), ("v2_lite_one", 32)])
+MOST = {
+    "v2_lite": 256,
+    "v2_lite_decode": 64,
+    "v2_lite_one": 32,
+    "v2_lite_int8": 256,
+    "v2_lite_decode_fp8": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "case, gradient", [*((case, False) for case in MOST), ("v2_lite", True), ("v2_lite_int8", True)]
+)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_no_copy_of_all_experts(chip, case, most, gradient):
-    """The experts have 1056 MiB. Gradients of theirs that nothing needs take nothing."""
-    if gradient and case != "v2_lite":
-        pytest.skip("training has many tokens")
-    assert mebibytes(made(chip, case, 1, gradient)[0]) < most
+def test_no_copy_of_all_experts(chip, case, gradient):
+    """The experts have 1056 MiB, in 8 bits half of them. Gradients of theirs that nothing needs take nothing.
+    Experts in 8 bits are made wide one at a time."""
+    assert mebibytes(made(chip, case, 1, gradient)[0]) < MOST[case]
 
 
 def test_a_tpu_multiplies_chosen_rows_alone():
@@ -51,7 +63,9 @@ def test_a_tpu_multiplies_chosen_rows_alone():
     program, text = made("v5p", "v2_lite", 1)
     blocks = 2
     assert "ragged-dot" in text
-    assert blocks * program.cost_analysis()["flops"] < 1.2 * REAL["v2_lite"].flops
+    ratio = blocks * program.cost_analysis()["flops"] / REAL["v2_lite"].flops
+    print(f"{ratio:.3f} of the chosen experts' FLOPs")
+    assert ratio < 1.2
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -284,7 +284,7 @@ def test_files_written_in_8_bits(family, quantization, tmp_path):
 @pytest.mark.parametrize("cuts", [None, ()])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_experts_are_in_8_bits_and_their_routers_are_not(family, cuts, tmp_path):
-    """Each expert has scales of its own; written and read again."""
+    """Each expert has scales of its own; written and read again, and never made wide together."""
     dense = hf_models.save(hf_models.make(family), tmp_path / "dense")
     model, params = from_pretrained(dense, "float32", cuts=cuts, quantization="int8")
     _, want = from_pretrained(dense, "float32", cuts=cuts)
@@ -296,6 +296,13 @@ def test_experts_are_in_8_bits_and_their_routers_are_not(family, cuts, tmp_path)
             error = np.linalg.norm(kernel_of(part) - kernel, axis=(-2, -1))
             assert part["kernel"].dtype == jnp.int8
             assert (error < 0.009 * np.linalg.norm(kernel, axis=(-2, -1))).all()
+            wides = f"f32[{','.join(map(str, kernel.shape[-3:]))}]"
+            assert wides not in str(jax.make_jaxpr(model.apply)({"params": params}, hf_models.tokens()))
+    got, exact = (
+        jax.jit(model.apply)({"params": each}, hf_models.tokens())
+        for each in (params, dequantised(params, jnp.float32))
+    )
+    np.testing.assert_allclose(got, exact, atol=1e-4)
     save_pretrained(tmp_path / "out", model, params)
     assert_same(from_pretrained(tmp_path / "out", cuts=cuts)[1], params)
 

@@ -14,11 +14,11 @@ from swiftkv_jax.kernels.check.calls import verdict
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.expert_mlp import api, cases, reference, xla
 
-BY = [name for name in api.EXPERT_MLP if name != "reference"]
+CALLS = [("xla", case) for case in cases.SMALL]
+CALLS += [("xla_groups", name) for name, case in cases.SMALL.items() if not case.eight_bit]
 
 
-@pytest.mark.parametrize("case", cases.SMALL)
-@pytest.mark.parametrize("implementation", BY)
+@pytest.mark.parametrize("implementation, case", CALLS)
 def test_sums_and_gradients_are_the_definitions(implementation, case):
     said = verdict([(case, cases.SMALL[case])], implementation)
     assert said["right"], said
@@ -36,7 +36,7 @@ def test_the_definition_is_a_sum_over_chosen_experts():
 def test_few_tokens_of_a_gpu_run_all_experts(monkeypatch):
     """And tiles are as many as any choice needs: the forms of a GPU, which no CPU takes by itself."""
     monkeypatch.setattr(xla, "static_loops", lambda asked: True)
-    for case in ("plain", "one_token", "empty_experts", "all_on_one"):
+    for case in ("plain", "one_token", "empty_experts", "all_on_one", "int8", "fp8"):
         said = verdict([(case, cases.SMALL[case])], "xla")
         assert said["right"], said
 
@@ -77,6 +77,8 @@ def test_four_devices_give_the_sums_and_gradients_of_one(mesh):
 
 
 def test_what_does_not_fit_is_refused_in_one_line():
+    with pytest.raises(dispatch.UnsupportedError, match="xla_groups does not support experts in 8 bits"):
+        cases.SMALL["int8"].by("xla_groups")(*cases.SMALL["int8"].make()[0])
     (x, chosen, weights, gate, up, down, _), _ = cases.SMALL["plain"].make()
     with pytest.raises(dispatch.UnsupportedError, match="it has reference, xla, xla_groups"):
         api.expert_mlp(x, chosen, weights, gate, up, down, implementation="pallas_gpu")
