@@ -13,14 +13,14 @@ from swiftkv_jax.kernels.common.dispatch import static_loops
 
 _TILES = 16, 512  # tokens of the smallest and of the largest tile
 _WASTE = 6  # times as many assignments as rows of tiles that may be empty
-_FEW = 64  # tokens up to which a GPU takes less time to read all experts than to launch a tile for each
+FEW = 64  # tokens up to which a GPU takes less time to read all experts than to launch a tile for each
 _BLOCK = 2048  # tokens of one grouped product, whose rows exist at once
 
 
 def expert_mlp(x, chosen, weights, gate, up, down, *scales, activation):
     """As `api.expert_mlp` of tokens [T, D]; an expert from X on is none."""
     arrays = (x, chosen, weights, gate, up, down, *scales)
-    if static_loops(None) and len(x) <= _FEW and 2 * chosen.size >= len(gate):
+    if static_loops(None) and len(x) <= FEW and 2 * chosen.size >= len(gate):
         return _every(*arrays, activation=activation)
     return _tiled(activation, *arrays)
 
@@ -96,7 +96,7 @@ def _forward(activation, *arrays):
     return _tiled(activation, *arrays), arrays
 
 
-def _backward(activation, arrays, slope):
+def backward(activation, arrays, slope):
     """The same loop again. XLA removes the sums of the experts' gradients where nothing needs them; those in
     8 bits have none."""
     x, chosen, weights, *experts = arrays
@@ -124,12 +124,17 @@ def _backward(activation, arrays, slope):
     return dx, None, shares, *(of_experts or [None] * len(experts))
 
 
-_tiled.defvjp(_forward, _backward)
+_tiled.defvjp(_forward, backward)
 
 
-def by_groups(x, chosen, weights, gate, up, down, *, activation):
-    """The same by `lax.ragged_dot`, which is one operation of a TPU. Elsewhere XLA multiplies all rows by all
-    experts."""
+def ragged(rows, experts, count):
+    precision = None if rows.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.ragged_dot(rows, experts, count, precision=precision)
+
+
+def by_groups(x, chosen, weights, gate, up, down, *, activation, product=ragged):
+    """The same by a `product` of rows sorted by expert: `lax.ragged_dot` is one operation of a TPU. Elsewhere
+    XLA multiplies all rows by all experts."""
 
     @partial(jax.checkpoint, prevent_cse=False)
     def some(block):
@@ -138,11 +143,9 @@ def by_groups(x, chosen, weights, gate, up, down, *, activation):
         order = jnp.argsort(flat, stable=True)
         count = jnp.zeros(len(gate), jnp.int32).at[flat].add(1, mode="drop")
         own = (jnp.arange(flat.size) < jnp.sum(count))[:, None]
-        precision = None if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-        product = partial(lax.ragged_dot, group_sizes=count, precision=precision)
         rows = jnp.where(own, x[order // per_token], 0)  # behind the groups anything may come out
-        hidden = activation(product(rows, gate)) * product(rows, up)
-        y = jnp.where(own, product(hidden, down), 0)[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        hidden = activation(product(rows, gate, count)) * product(rows, up, count)
+        y = jnp.where(own, product(hidden, down, count), 0)[jnp.argsort(order)].reshape(*chosen.shape, -1)
         return jnp.einsum("tkd,tk->td", y, weights, precision="highest").astype(x.dtype)
 
     blocks = -(-len(x) // _BLOCK)
