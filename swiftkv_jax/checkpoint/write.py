@@ -42,7 +42,7 @@ ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
 # Families that it does not support.
-_NOT_CODED = ("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci")
+NOT_CODED = ("olmo", "gpt2", "opt", "openelm", "nemotron-nas", "deci")
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -98,7 +98,7 @@ def save_pretrained(
     with staged(out_dir) as folder:
         write_extras(folder, extras(model.config.source, source, tokenizer))
         config |= token_ids(source or model.config.source)
-        if model.plan.is_swiftkv and model.config.family in _NOT_CODED:
+        if model.plan.is_swiftkv and model.config.family in NOT_CODED:
             message = f"{out_dir} has no PyTorch code (no {model.config.family} has): it loads here alone"
             warnings.warn(message, UsageWarning, stacklevel=2)
         elif model.plan.is_swiftkv:

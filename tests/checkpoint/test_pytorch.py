@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.names import slots
-from swiftkv_jax.checkpoint.write import MODELLING
+from swiftkv_jax.checkpoint.write import MODELLING, NOT_CODED
 from swiftkv_jax.common.errors import UsageWarning
+from swiftkv_jax.config.families import FAMILIES
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
@@ -233,6 +234,12 @@ def test_an_exit_head_and_rows_of_keys_alone_are_left_out(exit_head, form, tmp_p
     with torch.no_grad():
         got = theirs(torch.tensor(ids)).logits
     np.testing.assert_allclose(got, model.apply({"params": params}, jnp.array(ids)), atol=1e-4)
+
+
+def test_students_of_every_family_are_tested_here_or_saved_with_a_warning():
+    here = {config.family for config in CONFIGS.values()} | {hf_models.CASES[name][0] for name in OTHERS}
+    students = {name for name, family in FAMILIES.items() if not family.encoder}
+    assert here.isdisjoint(NOT_CODED) and here | set(NOT_CODED) == students
 
 
 def test_only_a_students_folder_carries_code(tmp_path):
