@@ -78,9 +78,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.slow(*(f"reference-{shape}-{window}" for shape in SHAPES for window in (ALL, 13)))
-@pytest.mark.parametrize("window", [ALL, 13])
-@pytest.mark.parametrize("shape", SHAPES)
+CASES = [*((shape, 13) for shape in SHAPES), ("packed", ALL), ("blocks", ALL), ("one head each", ALL)]
+
+
+@pytest.mark.slow(*(f"reference-{shape}-{window}" for shape, window in CASES))
+@pytest.mark.parametrize("shape, window", CASES)
 @pytest.mark.parametrize("implementation", ["reference", *BY])
 def test_outputs_and_gradients_are_the_definitions(implementation, shape, window):
     check(implementation, window, **SHAPES[shape])
@@ -150,13 +152,16 @@ SPLASH = {
 }
 
 
-BACKWARD = ["one backward kernel", "two backward kernels"]
-
-
-@pytest.mark.slow(*(f"{s}-{w}-{by}" for s in list(SPLASH)[1:] for w in (ALL, 130) for by in BACKWARD))
-@pytest.mark.parametrize("fused", [True, False], ids=BACKWARD)
-@pytest.mark.parametrize("window", [ALL, 130])
-@pytest.mark.parametrize("shape", SPLASH)
+@pytest.mark.slow(f"one head each-{ALL}-False", "one kv head-130-True")
+@pytest.mark.parametrize(
+    "shape, window, fused",
+    [
+        ("packed", 130, True),
+        ("packed", ALL, False),
+        ("one head each", ALL, False),
+        ("one kv head", 130, True),
+    ],
+)
 def test_splash_interpreted(shape, window, fused, monkeypatch):
     """Several blocks in each direction, of which some are whole, some are cut and some are passed over."""
     for name in ("_QUERIES", "_KEYS_AT_ONCE"):

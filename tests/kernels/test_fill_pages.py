@@ -95,10 +95,14 @@ def test_the_pages_of_a_batch():
     assert pages.page.tolist() == [11, 20, 21, 32, 50]
 
 
-@pytest.mark.slow(*(f"{plan}-{f}-reference" for plan in ("standard", "swiftkv") for f in FAMILIES))
-@pytest.mark.parametrize("fill", ["reference", "xla"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("plan", ["standard", "swiftkv", "acrosskv"])
+@pytest.mark.parametrize(
+    ("plan", "family", "fill"),
+    [
+        ("standard", "biases", "xla"),
+        ("swiftkv", "norm of keys", "xla"),
+        ("acrosskv", "norm of keys", "reference"),
+    ],
+)
 def test_pages_hold_what_tokens_written_one_by_one_leave(plan, family, fill):
     agree(plan, family, fill, "float32", [(0, 7), (3, 1), (6, 9)])
 

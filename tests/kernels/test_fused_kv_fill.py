@@ -81,8 +81,8 @@ def test_tpu_kernel_agrees_with_the_definition(name):
 
 HOPPER = {
     "boundaries": cases.Case(live=(64, 1, 0), bias=True, k_norm=True),
-    "nowhere": cases.Case(live=(64, 0, 0, 0, 0, 9)),
-    "page128": cases.Case(live=(128, 70, 0), page=128, width=128),
+    "nowhere": cases.Case(live=(64, 0, 0, 9)),
+    "page128": cases.Case(live=(128, 70), page=128, width=128),
     "page16": cases.Case(live=(16, 3, 0, 16, 9), page=16, heads=1),
     "int8": cases.Case(live=(64, 7), stored="int8", heads=4),
     "float8": cases.Case(live=(64, 7), stored="float8_e4m3fn", heads=4, k_norm=True),

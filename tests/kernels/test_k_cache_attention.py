@@ -41,8 +41,7 @@ def test_xla_agrees_with_the_definition(name, how):
     agree(case, jax.jit(run)(*args, **arrays), exact(case, args, arrays))
 
 
-@pytest.mark.parametrize("values_first", [True, False])
-@pytest.mark.parametrize("name", ["chunk", "rotated", "int8"])
+@pytest.mark.parametrize("name, values_first", [("chunk", True), ("rotated", True), ("int8", False)])
 def test_xla_gives_the_same_in_both_orders(name, values_first):
     case = cases.SMALL[name]
     args, arrays = case.make()
@@ -50,9 +49,9 @@ def test_xla_gives_the_same_in_both_orders(name, values_first):
     agree(case, jax.jit(run)(*args, **arrays), exact(case, args, arrays))
 
 
-@pytest.mark.slow("int8-True-xla", "float32-False-xla")
-@pytest.mark.parametrize("how", ["xla", "xla_one_turn"])
-@pytest.mark.parametrize("stored, rope", [("float32", True), ("int8", True), ("float32", False)])
+@pytest.mark.parametrize(
+    "stored, rope, how", [("float32", True, "xla"), ("int8", True, "xla_one_turn"), ("float32", False, "xla")]
+)
 def test_blocks_of_a_sequence_read_what_was_made_for_all_of_them(how, stored, rope):
     case = cases.Case(lengths=(100, 40, 0, 128), queries=24, width=16, window=30, stored=stored, rope=rope)
     args, arrays = case.make()
@@ -64,9 +63,7 @@ def test_blocks_of_a_sequence_read_what_was_made_for_all_of_them(how, stored, ro
         agree(case, back(run(*args, sequence, position, **arrays)), want)
 
 
-@pytest.mark.slow("2-0", "2-512")
-@pytest.mark.parametrize("inputs", [0, 512])
-@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("prompts, inputs", [(1, 512), (2, 0)])
 def test_values_of_a_prompt_are_made_once_whatever_its_blocks(prompts, inputs):
     """Prompts of 256 tokens of a model with wide heads, read in blocks of 16 or of 128."""
     case = cases.Case(
@@ -125,12 +122,11 @@ HOPPER = {
     "split": cases.Case(lengths=(700,), slots=12, heads=2, width=128),  # in three shares
     "width256": cases.Case(lengths=(70,), slots=2, heads=2, width=256),  # two of them
     "rotated": cases.Case(lengths=(1, 100, 190), slots=3, heads=2, width=128, rotated=True),
-    "int8": cases.Case(lengths=(0, 1, 64, 190), slots=3, heads=2, width=128, stored="int8"),
+    "int8": cases.Case(lengths=(0, 64, 130), slots=3, heads=2, width=128, stored="int8"),
     "float8": cases.Case(
         lengths=(150,), slots=3, queries=2, heads=4, width=128, window=70, stored="float8_e4m3fn"
     ),
     "rotated_float8": cases.Case(lengths=(1, 190), slots=3, heads=4, rotated=True, stored="float8_e4m3fn"),
-    "rotated_int8": cases.Case(lengths=(70,), slots=2, heads=4, width=128, rotated=True, stored="int8"),
     "no_rope_int8": cases.Case(lengths=(70,), slots=3, rope=False, stored="int8"),
     "halves_of_32": cases.Case(lengths=(100,), slots=2, heads=2),
     "long_block": cases.Case(lengths=(40, 100), slots=2, queries=35, heads=2, width=128),  # in two
@@ -185,13 +181,12 @@ def test_the_parts_of_a_score_of_inputs_add_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("queries", [1, 2])
-def test_hopper_kernel_agrees_with_the_definition_of_cached_inputs(queries):
+def test_hopper_kernel_agrees_with_the_definition_of_cached_inputs():
     """A cluster has one CTA here; keys that no query sees are NaN."""
     case = dataclasses.replace(
         cases.INPUTS_SMALL["narrow"],
         lengths=(0, 33, 100),
-        queries=queries,
+        queries=2,
         heads=3,
         width=32,
         inputs=256,
@@ -244,9 +239,8 @@ def test_skipped_keys_weigh_less_than_the_threshold(threshold):
     assert 0 < np.abs(got - want).max() <= bound
 
 
-@pytest.mark.slow("reference-1", "reference-3", "xla-1", "pallas_tpu-3")
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("name", ["reference", "xla", "pallas_tpu"])
+@pytest.mark.slow("reference-1", "pallas_tpu-1")
+@pytest.mark.parametrize("name, queries", [("reference", 1), ("xla", 3), ("pallas_tpu", 1)])
 def test_cached_inputs_give_ordinary_attention(name, queries):
     """Keys and values made from X, 40 columns wide, against the forms that never make them."""
     case = cases.Case(lengths=(0, 1, 33, 60), queries=queries)
