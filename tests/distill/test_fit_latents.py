@@ -1,6 +1,7 @@
 """The closed-form start of latent rows: against numpy's lstsq and SVD, and better than mean weights."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,23 +26,25 @@ def taught():
     return jax.tree.map(jnp.asarray, random_params(CONFIG, TEACHER.plan))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def likely(model, params, batch):
+    x = forward(model, params, batch.tokens, batch.positions, batch.segments)
+    return jax.nn.log_softmax(logits(model, params, x))
+
+
 def kl(student, params, own) -> float:
     """From the teacher, a token of batches that were not fitted."""
-
-    def likely(model, params, batch):
-        x = forward(model, params, batch.tokens, batch.positions, batch.segments)
-        return jax.nn.log_softmax(logits(model, params, x))
 
     def one(batch):
         (t, s), real = (likely(TEACHER, own, batch), likely(student, params, batch)), batch.segments > 0
         return ((jnp.exp(t) * (t - s)).sum(-1) * real).sum() / real.sum()
 
-    return float(np.mean([jax.jit(one)(batch) for batch in batches(3, seed=9)]))
+    return float(np.mean([one(batch) for batch in batches(3, seed=9)]))
 
 
-@pytest.mark.parametrize("split, share, most", [(5, 1, 0.0), (3, 1, 0.6), (2, 2, 0.8), (2, 4, 0.8)])
+@pytest.mark.parametrize("split, share, most", [(5, 1, 0.0), (2, 2, 0.8), (2, 4, 0.8)])
 def test_it_starts_nearer_to_the_teacher_than_mean_weights(split, share, most, taught):
-    """most: times the KL of the mean weights, that the fitted have; measured: 0.0, 0.48, 0.65, 0.73."""
+    """most: times the KL of the mean weights, that the fitted have; measured: 0.0, 0.65, 0.73."""
     plan = CONFIG.plan(split, share)
     student, trained, frozen = steps.prepare(TEACHER, taught, plan, "fold", "swiftkv")
     params = steps.merge(trained, frozen.student)

@@ -1,6 +1,7 @@
 """The closed-form predictor against numpy.linalg.lstsq in float64, and what it must recover exactly."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -94,16 +95,19 @@ def test_a_base_that_is_a_student_has_all_tokens_alike():
     model, data = Predicted(base, auxiliary, Prediction(READS)), batches()
     got = fit(model, {"base": base_params, "auxiliary": aux_params}, data, 0.0)
     real = np.concatenate([np.asarray(batch.segments) > 0 for batch in data])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def keys(model, params, b):
+        rows = range(model.config.num_layers)
+        raw = predict.read(model, params, b.tokens, b.positions, b.segments, rows).raw
+        return [of_rows(raw, [row])[0][0] for row in rows]
+
+    given, wanted = (
+        [np.concatenate(parts)[real] for parts in zip(*(keys(*whole, b) for b in data), strict=True)]
+        for whole in ((auxiliary, aux_params), (base, base_params))
+    )
     for row, read in enumerate(READS):
-        x, y = (
-            np.concatenate(
-                [
-                    of_rows(predict.read(*whole, b.tokens, b.positions, b.segments, [r]).raw, [r])[0][0]
-                    for b in data
-                ]
-            )[real]
-            for r, *whole in ((read, auxiliary, aux_params), (row, base, base_params))
-        )
+        x, y = given[read], wanted[row]
         x = np.concatenate([x, np.ones((len(x), 1))], 1)
         want = x @ np.linalg.lstsq(x, y, rcond=None)[0]
         p = weights.row(got, row)["k_proj"]
