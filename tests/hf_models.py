@@ -89,7 +89,6 @@ CASES: dict[str, tuple[str, dict]] = {
         {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3}},
     ),
     "mistral_window": ("mistral", {"sliding_window": 7, "head_dim": 20, "num_key_value_heads": 1}),
-    "mistral_no_window": ("mistral", {"sliding_window": None, "head_dim": 16, "rope_theta": 1e6}),
     "qwen2_tied": ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen2_window": ("qwen2", WINDOWED),
     "qwen2_yarn": ("qwen2", {"rope_scaling": YARN, "num_key_value_heads": 4}),
@@ -172,20 +171,8 @@ CASES: dict[str, tuple[str, dict]] = {
     "mixtral_one": ("mixtral", MOE | {"num_local_experts": 4, "num_experts_per_tok": 1}),
     "qwen2_moe": ("qwen2_moe", QWEN_MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen3_moe": ("qwen3_moe", QWEN_MOE | {"head_dim": 20, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "qwen3_moe_window": ("qwen3_moe", QWEN_MOE | {"attention_bias": True} | WINDOWED),
     "olmoe": ("olmoe", MOE | {"num_experts": 7, "num_key_value_heads": 4} | SMALL_IDS),
-    "olmoe_normalised": ("olmoe", MOE | {"num_experts": 6, "norm_topk_prob": True} | SMALL_IDS),
     "deepseek_v2_dense": ("deepseek_v2", LATENT | {"first_k_dense_replace": 4}),
-    "deepseek_v2_dense_yarn": (
-        "deepseek_v2",
-        LATENT
-        | {
-            "first_k_dense_replace": 4,
-            "q_lora_rank": 20,
-            "rope_scaling": DEEPSEEK_YARN,
-            "attention_bias": True,
-        },
-    ),
     "deepseek_v2": ("deepseek_v2", LATENT | DEEPSEEK_MOE | {"first_k_dense_replace": 1}),
     "deepseek_v2_groups": (
         "deepseek_v2",
@@ -215,7 +202,6 @@ CASES: dict[str, tuple[str, dict]] = {
         | {"q_lora_rank": 20, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
     "exaone4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2}),
-    "exaone4_no_window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
 }
 
 

@@ -16,7 +16,6 @@ import torch
 import transformers
 
 import swiftkv_jax as skv
-from swiftkv_jax.checkpoint.adapter import fingerprint
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.core.cache import Cache
@@ -27,12 +26,11 @@ from swiftkv_jax.core.surgery import hadamard_inputs
 from swiftkv_jax.engine.llm import LLM
 
 UNCODED = ("olmo", "gpt2", "opt")  # families whose students have no PyTorch code
-NEW = [
-    name
-    for name, (family, _) in hf_models.CASES.items()
-    if family not in ("llama", "mistral", "qwen2", "qwen3")
-]
-ONE_OF_EACH = list({hf_models.CASES[name][0]: name for name in reversed(NEW)}.values())[::-1]
+# Norms of every kind and place, learned positions, biases, experts.
+UNTRAINED = ("gpt2", "olmo", "olmo2", "gemma2", "gemma3", "glm4", "exaone4", "qwen2_moe", "deepseek_v3")
+# What differs while serving: windows, tables, scales by position, norms behind layers, experts, latents. One
+# of each is run in chunks and lanes; tests/test_published_folders.py serves the other families.
+SERVED = ("gemma2", "gpt2", "gemma3", "ministral3", "smollm3", "glm4", "mixtral", "qwen2_moe", "deepseek_v3")
 LENGTHS = (1, 19, 3, 33, 8, 2)
 SIZES = tiny.SIZES | {"max_model_len": 64}
 
@@ -82,28 +80,16 @@ def student_of(folder, split: int = 2, share: int = 1):
     return skv.to_swiftkv(model, params, plan)
 
 
-@pytest.mark.parametrize("name", NEW)
-def test_files_come_back_bit_for_bit(name, folders, tmp_path):
-    model, params = from_pretrained(folders(name))
-    save_pretrained(tmp_path / "ours", model, params)
-    want, got = tensors(folders(name)), tensors(tmp_path / "ours")
-    assert want.keys() == got.keys()
-    for key in want:
-        np.testing.assert_array_equal(got[key], want[key], err_msg=key)
-    assert skv.ModelConfig.from_hf(tmp_path / "ours") == model.config
-    assert fingerprint(tmp_path / "ours") == fingerprint(folders(name))
-
-
-@pytest.mark.slow(*(name for name in ONE_OF_EACH if name not in ("gemma2", "gpt2")))
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.slow(*SERVED[2:])
+@pytest.mark.parametrize("name", SERVED)
 def test_served_greedy_tokens_are_those_that_transformers_generates(name, folders):
     """Ragged prompts, in chunks of 32 tokens, six of them in four lanes."""
     llm = LLM(folders(name), tokenizer=tiny.Bytes(), **SIZES)
     assert tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == generated(folders(name))
 
 
-@pytest.mark.slow(*(name for name in ONE_OF_EACH if name not in ("gemma", "gpt2")))
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.slow(*SERVED[2:])
+@pytest.mark.parametrize("name", SERVED)
 def test_a_student_serves_what_its_definition_says(name, folders, tmp_path):
     """The student has shared rows, and is read again from its own folder."""
     student, params = student_of(folders(name), share=2)
@@ -133,17 +119,13 @@ SLIM = {
     ("gemma", "k"): 1e-4,
     ("phi3", "k"): 1e-4,
     ("qwen2_yarn", "k"): 1e-4,  # queries and keys are longer by an attention factor
-    ("olmo", "k"): 1e-4,
     ("gpt2", "k"): 1e-4,
     ("gpt2", "v"): 1e-4,
-    ("gpt2", "x"): 1e-5,
-    ("opt", "k"): 1e-4,
-    ("opt", "v"): 1e-4,
     ("opt", "x"): 1e-5,
 }
 
 
-@pytest.mark.slow("gemma-k", "gpt2-k", "gpt2-v", "gpt2-x", "olmo-k", "opt-k", "opt-v", "phi3-k", "opt-x")
+@pytest.mark.slow("gemma-k", "gpt2-k", "gpt2-v", "phi3-k", "opt-x")
 @pytest.mark.parametrize("name, form", SLIM)
 def test_rows_of_another_form_give_the_same_logits_and_tokens(name, form, folders):
     model, params = from_pretrained(folders(name))
@@ -166,23 +148,17 @@ REFUSED_FORMS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_FORMS)
-def test_rows_that_make_no_sense_for_a_family_are_refused_in_one_line(name, folders):
+def test_rows_that_make_no_sense_for_a_family_are_refused(name, folders):
     form, why = REFUSED_FORMS[name]
-    with pytest.raises(UsageError, match=why) as error:
+    with pytest.raises(UsageError, match=why):
         skv.to_slim(*from_pretrained(folders(name)), form)
-    assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow(
-    *(f"{name}-copy" for name in ONE_OF_EACH), *(f"{name}-fold" for name in NEW if name not in ONE_OF_EACH)
-)
-@pytest.mark.parametrize(
-    "name, init", [(name, "fold") for name in NEW] + [(name, "copy") for name in ONE_OF_EACH]
-)
-def test_an_untrained_student_split_at_the_last_layer_is_its_teacher(name, init, folders):
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_an_untrained_student_split_at_the_last_layer_is_its_teacher(name, folders):
     model, params = from_pretrained(folders(name))
     layers = model.config.num_layers
-    student, own = skv.to_swiftkv(model, params, skv.KVPlan.swiftkv(layers, layers - 1), init)
+    student, own = skv.to_swiftkv(model, params, skv.KVPlan.swiftkv(layers, layers - 1), "fold")
     # A family without norms before its attention gives its rows none either.
     assert ("shared_norm" in own) == (model.config.norm_before and model.config.norm != "layer_plain")
     tokens = hf_models.tokens(24)
@@ -253,17 +229,16 @@ def test_the_text_part_of_a_model_of_images_loads_and_keeps_its_names(name, tmp_
 
 
 @pytest.mark.parametrize("text", [None, {"model_type": "llama4_text"}])
-def test_a_file_without_a_text_part_that_is_read_is_refused_in_one_line(text):
-    with pytest.raises(UsageError, match="only the text part of gemma3 is read, a text_config of") as error:
+def test_a_file_without_a_text_part_that_is_read_is_refused(text):
+    with pytest.raises(UsageError, match="only the text part of gemma3 is read, a text_config of"):
         skv.ModelConfig.from_hf({"model_type": "gemma3", "text_config": text, "vision_config": {}})
-    assert "\n" not in str(error.value)
 
 
 # Case, share: one row is read by layers of several tables, or equal layers read rows of several.
-TABLES = [("gemma3", 3), ("smollm3", 2), ("smollm3", 3), ("olmo3", 3), ("exaone4", 3)]
+TABLES = [("smollm3", 2), ("gemma3", 3), ("exaone4", 3)]
 
 
-@pytest.mark.slow("olmo3-3", "smollm3-3", "exaone4-3", "gemma3-3")
+@pytest.mark.slow("gemma3-3", "exaone4-3")
 @pytest.mark.parametrize("name, share", TABLES)
 def test_a_reader_turns_its_query_by_the_table_of_its_rows_maker(name, share, folders):
     """Scores then depend on distances alone, so that a text further on has the same logits."""
@@ -301,12 +276,9 @@ def test_files_of_the_model_without_its_head_are_read_too(name, prefix, folders,
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_a_kernel_without_a_soft_cap_is_refused_in_one_line(folders):
-    with pytest.raises(
-        UsageError, match="native_cpu does not support a soft cap of scores: reference, xla"
-    ) as error:
+def test_a_kernel_without_a_soft_cap_is_refused(folders):
+    with pytest.raises(UsageError, match="native_cpu does not support a soft cap of scores: reference, xla"):
         LLM(folders("gemma2"), tokenizer=tiny.Bytes(), kernels="attention=native_cpu", **SIZES)
-    assert "\n" not in str(error.value)
 
 
 def test_prompts_skip_layers_that_read_earlier_rows_without_loss(tmp_path):

@@ -4,10 +4,11 @@ import hf_models
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from swiftkv_jax.checkpoint.adapter import fingerprint
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-
-pytestmark = pytest.mark.usefixtures("as_users_compile")
+from swiftkv_jax.config.model import ModelConfig
 
 TOKENS = hf_models.tokens()
 
@@ -18,7 +19,7 @@ def our_logits(folder, **options):
 
 
 @pytest.mark.parametrize("name", hf_models.CASES)
-def test_logits_equal_transformers_before_and_after_a_round_trip(name, tmp_path):
+def test_logits_equal_transformers_and_files_come_back_bit_for_bit(name, tmp_path):
     theirs = hf_models.make(name)
     want, sure = hf_models.decided(lambda: hf_models.torch_logits(theirs, TOKENS))
     assert want.std() > 2, "flat logits would hide errors"
@@ -28,8 +29,15 @@ def test_logits_equal_transformers_before_and_after_a_round_trip(name, tmp_path)
     save_pretrained(tmp_path / "ours", model, params)
     again = hf_models.torch_logits(hf_models.load(tmp_path / "ours"), TOKENS)
     np.testing.assert_allclose(again[sure], want[sure], rtol=0, atol=1e-6)
+    held, written = (load_file(tmp_path / made / "model.safetensors") for made in ("theirs", "ours"))
+    assert written.keys() == held.keys()
+    for key in held:
+        np.testing.assert_array_equal(written[key], held[key], err_msg=key)
+    assert ModelConfig.from_hf(tmp_path / "ours") == model.config
+    assert fingerprint(tmp_path / "ours") == fingerprint(tmp_path / "theirs")
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("name", ["llama31_rope", "mistral_window", "qwen2_window", "qwen3"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16(name, tmp_path):
     """The same bf16 weights, computed in fp32 by transformers, are the truth that both bf16 runs miss.
