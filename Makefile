@@ -47,13 +47,16 @@ test-soak: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations 10 --timeout 3600 -m soak
 
 # A few minutes of tests without PyTorch, for another version of Python, and so of JAX: the newest, or that of
-# `make PYTHON=python3.12 JAX=jax==0.11.2 test-lane`.
+# `make PYTHON=python3.12 JAX=jax==0.11.2 test-lane`. They check every argument and result against its annotation,
+# the shapes of arrays too, which takes a third of the time of whatever traces programs.
 LANE := $(addprefix tests/,aot/test_traces.py aot/test_subset.py test_model.py test_slim_equations.py \
 	checkpoint/test_training.py distill/test_step.py engine/test_engine.py engine/test_sampling.py \
+	kernels/test_expert_mlp.py kernels/test_fused_kv_fill.py kernels/test_k_cache_attention.py \
 	kernels/test_paged_attention.py server/test_described.py)
 
 test-lane: $(VENV)/.aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow and not soak and not ray' $(LANE)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) --jaxtyping-packages=swiftkv_jax,beartype.beartype \
+		-m 'not slow and not soak and not ray' $(LANE)
 
 test-aot: $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 1800 -m aot
