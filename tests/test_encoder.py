@@ -82,7 +82,7 @@ def test_encoder_and_logits_equal_transformers_before_and_after_a_round_trip(nam
     np.testing.assert_allclose(again, want, rtol=0, atol=1e-5)
 
 
-CHUNKS = (5, 1, 1, 7, 3)
+CHUNKS = (7, 1, 1, 7, 1)  # of two sizes, each of which is a program
 
 
 def converted(folder, own: str, cross):

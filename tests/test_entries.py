@@ -94,7 +94,7 @@ def test_a_kind_of_mlp_has_its_own_runs_and_is_cached_and_distilled(monkeypatch)
     assert weights.partition(teacher.plan, config.kinds)[0] == (range(0, 1), range(1, 3), range(3, 4))
     tokens = jax.random.randint(jax.random.key(1), (TOKENS,), 0, config.vocab_size)
     for model, p in ((teacher, params), to_swiftkv(teacher, params, KVPlan.swiftkv(4, 3))):
-        want = np.asarray(model.apply({"params": p}, tokens[None]))[0]
+        want = np.asarray(jax.jit(model.apply)({"params": p}, tokens[None]))[0]
         np.testing.assert_allclose(stepped(model, p, tokens), want[-1], atol=1e-5)
     other = dataclasses.replace(config, mlps=("dense",) * 4)
     assert "gate_proj" in weights.layer(weights.init(other, teacher.plan, jax.random.key(0)), 1)["mlp"]

@@ -15,7 +15,7 @@ from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Pieces
 
 FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE)}
-PIECES = {1: 1, 7: 1, 48: 16, 60: 4, 384: 128, 512: 128, 768: 128}  # width -> numbers transformed together
+PIECES = {7: 1, 48: 16, 60: 4, 384: 128}  # width -> numbers transformed together
 
 
 def sylvester(size: int) -> np.ndarray:

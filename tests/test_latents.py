@@ -50,6 +50,7 @@ DEEPSEEK = dataclasses.replace(
 LENGTH, PAGE = 40, 8
 
 
+@pytest.mark.slow("3-1-None", "2-2-None", "1-4-None")
 @pytest.mark.parametrize(
     "split, share, chunk", [(None, 1, None), (3, 1, None), (2, 2, None), (1, 4, None), (2, 2, "xla_one_turn")]
 )
@@ -62,7 +63,7 @@ def test_any_chunks_give_the_definitions_numbers(split, share, chunk):
     want = np.asarray(logits(model, params, x)[0])
     assert want.std() > 0.5, "flat logits would hide errors"
     run = jax.jit(partial(step, model))
-    for size in (1, 7, 16, LENGTH):
+    for size, room in ((1, 1), (7, 16), (16, 16), (LENGTH, LENGTH)):
         order = 1 + np.random.default_rng(size).permutation(9)[: LENGTH // PAGE]
         cache = Cache.create(model.config, model.plan, jnp.asarray(order[None]), 10, PAGE, jnp.float32)
         cache = dataclasses.replace(cache, attention=ByKind(chunk=chunk))
@@ -71,7 +72,7 @@ def test_any_chunks_give_the_definitions_numbers(split, share, chunk):
         for start in range(0, LENGTH, size):
             count = min(size, LENGTH - start)
             ids, at = (
-                np.pad(x[start : start + count], (0, size - count)) for x in (tokens, np.arange(LENGTH))
+                np.pad(x[start : start + count], (0, room - count)) for x in (tokens, np.arange(LENGTH))
             )
             got, cache = run(params, ids, at, np.array([0, count]), np.array([count - 1]), cache)
             np.testing.assert_allclose(got[0], want[start + count - 1], rtol=0, atol=1e-5)
@@ -221,10 +222,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("raw, fields, said", REFUSED, ids=[str(fields) for _, fields, _ in REFUSED])
-def test_what_is_not_computed_is_refused_in_one_line(raw, fields, said):
-    with pytest.raises(UsageError, match=said) as error:
+def test_what_is_not_computed_is_refused(raw, fields, said):
+    with pytest.raises(UsageError, match=said):
         ModelConfig.from_hf(raw | fields)
-    assert "\n" not in str(error.value)
 
 
 def test_rows_of_latents_have_one_form():
@@ -234,9 +234,8 @@ def test_rows_of_latents_have_one_form():
         (lambda: to_slim(model, params, "k"), "not of latent"),
         (lambda: to_swiftkv(model, params, KVPlan.swiftkv(4, 2).stored_as("x")), "as its teacher's"),
     ]:
-        with pytest.raises(UsageError, match=said) as error:
+        with pytest.raises(UsageError, match=said):
             made()
-        assert "\n" not in str(error.value)
     student, _ = to_swiftkv(model, params, KVPlan.swiftkv(4, 2, 2))
     assert student.plan == LATENT.plan(2, 2), "a plan of keys and values is read as one of latents"
     raw = V2_LITE | {
