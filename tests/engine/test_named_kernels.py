@@ -72,13 +72,12 @@ def test_tpu_kernels(interpret):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_tpu_kernels_round_as_xla_does(dtype, interpret):
+def test_tpu_kernels_round_as_xla_does(interpret):
     """Pages of 128, as 8-bit rows need them there."""
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
     fill = interpret(FUSED_KV_FILL, fill_tpu, fill_tpu.fused_kv_fill)
     attention = interpret(PAGED_ATTENTION, paged_tpu, paged_tpu.paged_attention)
-    sizes = {"cache_dtype": dtype, "page_size": 128}
+    sizes = {"cache_dtype": "int8", "page_size": 128}
     named = f"fill={fill},attention={attention}"
     assert tokens(net, params, kernels=named, **sizes) == tokens(net, params, **sizes)
 
@@ -95,9 +94,7 @@ def test_hopper_fill(interpret):
     assert interpret.traced[fill]
 
 
-@pytest.mark.slow("reference-windows")
-@pytest.mark.parametrize("windows", [(), (64, 9, 1, 30)], ids=["full", "windows"])
-@pytest.mark.parametrize("scoring", ["reference", "xla"])
+@pytest.mark.parametrize("scoring, windows", [("reference", ()), ("xla", (64, 9, 1, 30))])
 def test_scores_by_each_attention_of_whole_prompts(scoring, windows):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"], windows=windows)
     (prompt,) = tiny.prompts((45,))

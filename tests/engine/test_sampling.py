@@ -12,6 +12,9 @@ from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, TokenCounts
 from swiftkv_jax.engine.sequence import BAD, NONE_LEFT
 
 FULL = Mode(sampled=True, filtered=True, penalised=True, logprobs=True)
+sample = jax.jit(sampling.sample, static_argnums=5)
+kept, penalise = jax.jit(sampling.kept), jax.jit(sampling.penalise)
+gumbel = jax.jit(sampling.gumbel, static_argnums=2)
 
 
 def policy(lanes: int, **changes) -> Policy:
@@ -54,25 +57,25 @@ def test_filters_keep_exactly_what_transformers_keeps():
         theirs = torch.tensor(np.asarray(logits))
         for name, make in warpers.items():
             theirs = make(wanted[name])(None, theirs) if name in wanted else theirs
-        got = np.asarray(sampling.kept(logits, policy(len(logits), **wanted)))
+        got = np.asarray(kept(logits, policy(len(logits), **wanted)))
         np.testing.assert_array_equal(got, np.isfinite(theirs.numpy()), str(wanted))
 
 
 def test_each_lane_has_its_own_filter_and_neutral_ones_keep_all():
     """The order of tied tokens does not matter."""
     logits = random_logits(4)
-    both = sampling.kept(logits, policy(4, top_k=[0, 3, 0, 0], top_p=[1, 1, 0.3, 1], min_p=[0, 0, 0, 0]))
+    both = kept(logits, policy(4, top_k=[0, 3, 0, 0], top_p=[1, 1, 0.3, 1], min_p=[0, 0, 0, 0]))
     assert both.sum(1)[0] == both.sum(1)[3] == 300 and both.sum(1)[1] == 3 and 0 < both.sum(1)[2] < 30
     logits = jnp.asarray([[1.0, 2.0, 2.0, 0.0, -0.0, 2.0]])
-    assert sampling.kept(logits, policy(1, top_k=2)).tolist() == [[False, True, True, False, False, True]]
-    assert sampling.kept(logits, policy(1, top_k=5)).all()  # 0.0 and -0.0 are one number
+    assert kept(logits, policy(1, top_k=2)).tolist() == [[False, True, True, False, False, True]]
+    assert kept(logits, policy(1, top_k=5)).all()  # 0.0 and -0.0 are one number
 
 
 def test_the_first_of_equal_logits_is_taken():
     """NumPy's argmax and torch's greedy search do the same."""
     logits = np.random.default_rng(0).integers(-2, 3, (16, 40)).astype(np.float32)
     zero = jnp.zeros(16, jnp.int32)
-    got = sampling.sample(jnp.asarray(logits), policy(16, temperature=0), no_tally(16), zero, zero, Mode())
+    got = sample(jnp.asarray(logits), policy(16, temperature=0), no_tally(16), zero, zero, Mode())
     np.testing.assert_array_equal(got.token, logits.argmax(-1))
 
 
@@ -86,12 +89,12 @@ def test_penalties():
     history = jnp.asarray(random.integers(0, 20, (lanes, length)), jnp.int32)
     prompt = jnp.asarray([10, 1, 5, 10, 20, 30])
     counts = TokenCounts.of(history, prompt, jnp.full(lanes, length), vocab)
-    got = sampling.penalise(logits, policy(lanes, repetition=1.7), counts)
+    got = penalise(logits, policy(lanes, repetition=1.7), counts)
     theirs = torch.tensor(np.asarray(logits))
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(np.asarray(history, np.int64)), theirs)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
 
-    got = sampling.penalise(logits, policy(lanes, presence=0.6, frequency=-0.25), counts)
+    got = penalise(logits, policy(lanes, presence=0.6, frequency=-0.25), counts)
     for lane in range(lanes):  # the output alone counts
         counts = np.bincount(np.asarray(history[lane, int(prompt[lane]) :]), minlength=vocab)
         want = np.asarray(logits[lane]) - 0.6 * (counts > 0) + 0.25 * counts
@@ -121,14 +124,14 @@ def test_no_token_is_made_up_where_every_one_is_ruled_out():
         logits = jnp.zeros((4, 8)).at[3, 2].set(jnp.nan)
         nobody = TokenCounts(jnp.zeros((4, 8), bool), jnp.zeros((4, 8), jnp.int32))
         zero = jnp.zeros(4, jnp.int32)
-        got = sampling.sample(logits, rules, nobody, zero, zero, mode).token.tolist()
+        got = sample(logits, rules, nobody, zero, zero, mode).token.tolist()
         assert got[:2] == [NONE_LEFT] * 2 and 0 <= got[2] < 8 and got[2] != 5 and got[3] == BAD
 
 
 def test_no_end_before_min_tokens():
     logits = jnp.zeros((3, 8)).at[:, 5].set(9.0).at[:, 2].set(5.0)
     rules = policy(3, temperature=0, min_tokens=[0, 4, 4], stop_ids=[[5, NO_ID, NO_ID, NO_ID]])
-    got = sampling.sample(logits, rules, no_tally(3), jnp.asarray([3, 3, 4]), jnp.zeros(3, jnp.int32), Mode())
+    got = sample(logits, rules, no_tally(3), jnp.asarray([3, 3, 4]), jnp.zeros(3, jnp.int32), Mode())
     assert got.token.tolist() == [5, 2, 5]
 
 
@@ -166,7 +169,7 @@ def test_frequencies_are_those_of_softmax(rules):
     logits = jnp.broadcast_to(random_logits(1, vocab, 3) / 2, (draws, vocab))
     lanes = policy(draws, **rules)
     position = jnp.arange(draws, dtype=jnp.int32) % 7
-    got = sampling.sample(logits, lanes, no_tally(draws), position, position, Mode(True, True, False, False))
+    got = sample(logits, lanes, no_tally(draws), position, position, Mode(True, True, False, False))
     scaled = np.asarray(logits[0], np.float64) / rules["temperature"]
     keep = np.exp(scaled - scaled.max()) >= rules.get("min_p", 0)
     keep &= scaled >= np.sort(scaled)[-rules.get("top_k", vocab)]
@@ -179,11 +182,11 @@ def test_frequencies_are_those_of_softmax(rules):
 
 def test_noise_is_fold_in_of_seed_and_position_whatever_the_neighbours():
     seeds = jnp.asarray([[0, 7], [0, 8], [1, 7]], jnp.uint32)
-    noise = sampling.gumbel(seeds, jnp.asarray([3, 3, 3]), 40)
+    noise = gumbel(seeds, jnp.asarray([3, 3, 3]), 40)
     key = jax.random.fold_in(jax.random.key(7, impl="threefry2x32"), 3)
     np.testing.assert_array_equal(noise[0], jax.random.gumbel(key, (40,)))
     with jax.enable_x64(True):
-        assert sampling.gumbel(seeds, jnp.asarray([3, 3, 3]), 40).dtype == jnp.float32
+        assert gumbel(seeds, jnp.asarray([3, 3, 3]), 40).dtype == jnp.float32
     np.testing.assert_array_equal(noise[1:2], sampling.gumbel(seeds[1:2], jnp.asarray([3]), 40))
     assert not np.allclose(noise[0], noise[2])  # the high word of a seed counts
 
@@ -193,8 +196,8 @@ def test_the_full_mode_samples_the_tokens_of_the_plain_mode(temperature):
     logits, position = random_logits(), jnp.arange(32, dtype=jnp.int32)
     rules = policy(32, temperature=temperature)
     counts = TokenCounts(jnp.ones((32, 300), bool), jnp.ones((32, 300), jnp.int32))
-    plain = sampling.sample(logits, rules, no_tally(32), position, position, Mode(sampled=temperature > 0))
-    rich = sampling.sample(logits, rules, counts, position, position, FULL)
+    plain = sample(logits, rules, no_tally(32), position, position, Mode(sampled=temperature > 0))
+    rich = sample(logits, rules, counts, position, position, FULL)
     assert plain.token.tolist() == rich.token.tolist()
     if not temperature:
         assert plain.token.tolist() == logits.argmax(-1).tolist()
@@ -204,7 +207,7 @@ def test_logprobs_are_of_the_raw_distribution():
     logits, position = random_logits(5), jnp.arange(5, dtype=jnp.int32)
     rules = dataclasses.replace(policy(5, temperature=1.9, top_k=50, repetition=3.0))
     counts = TokenCounts(jnp.ones((5, 300), bool), jnp.ones((5, 300), jnp.int32))
-    got = sampling.sample(logits, rules, counts, position, position, FULL)
+    got = sample(logits, rules, counts, position, position, FULL)
     wide = np.asarray(logits, np.float64)
     want = wide - np.log(np.exp(wide).sum(1, keepdims=True))
     order = np.argsort(-want, axis=1)
