@@ -254,8 +254,10 @@ def test_errors_of_gaussian_weights(dtype, bound):
     assert not q[:, 3].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-@pytest.mark.parametrize("family", ["llama_biases", "phi3", "gemma2_biases", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    "family, quantization",
+    [("llama_biases", "int8"), ("phi3", "fp8"), ("gemma2_biases", "int8"), ("opt", "fp8"), ("gpt2", "int8")],
+)
 def test_files_written_in_8_bits(family, quantization, tmp_path):
     """They are read again as they are; transformers reads the same numbers, q * s in float32."""
     dense = hf_models.save(hf_models.make(family), tmp_path / "dense")
@@ -281,8 +283,7 @@ def test_files_written_in_8_bits(family, quantization, tmp_path):
         torch.testing.assert_close(theirs[key], w, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cuts", [None, ()])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family, cuts", [("mixtral", None), ("qwen2_moe", ())])
 def test_experts_are_in_8_bits_and_their_routers_are_not(family, cuts, tmp_path):
     """Each expert has scales of its own; written and read again, and never made wide together."""
     dense = hf_models.save(hf_models.make(family), tmp_path / "dense")
@@ -353,7 +354,7 @@ def test_published_students_in_8_bits(tmp_path):
     ids = jnp.asarray(hf_models.tokens())
     how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
     theirs = hf_models.load(tmp_path / "out", trust_remote_code=True, dtype=torch.float32, **how)
-    got = again.apply({"params": read}, ids)
+    got = jax.jit(again.apply)({"params": read}, ids)
     np.testing.assert_allclose(got, hf_models.torch_logits(theirs, np.asarray(ids)), atol=2e-4)
 
 
@@ -366,11 +367,10 @@ def test_weights_that_answer_after_a_run_stay_in_8_bits(tmp_path):
     assert_same(kernels(got["layers"]), kernels(params["layers"]))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_an_engine_computes_with_8_bit_weights(quantization, tmp_path):
+def test_an_engine_computes_with_8_bit_weights(tmp_path):
     """A student's tokens are those of the same weights in float32, by pages, with a fused fill or not."""
     dense = hf_models.save(hf_models.make("llama2"), tmp_path / "dense")
-    student, own = student_of(dense, quantization)
+    student, own = student_of(dense, "int8")
     save_pretrained(tmp_path / "student", student, own)
     prompts = hf_models.tokens(20, 3).tolist()
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -380,9 +380,10 @@ def test_an_engine_computes_with_8_bit_weights(quantization, tmp_path):
     held = {part["kernel"].dtype.itemsize for part in kernels(llm.params)}
     assert held == {1, 4}
     want = LLM.from_model(student, dequantised(own, jnp.float32), **sizes)
+    wanted = [out.outputs[0].token_ids for out in want.generate(prompts, greedy, use_tqdm=False)]
     for each in (llm, llm.replace(kernels="fill=reference")):
         got = [out.outputs[0].token_ids for out in each.generate(prompts, greedy, use_tqdm=False)]
-        assert got == [out.outputs[0].token_ids for out in want.generate(prompts, greedy, use_tqdm=False)]
+        assert got == wanted
 
 
 def test_slim_rows_of_8_bit_weights(tmp_path):
@@ -434,9 +435,8 @@ def test_what_is_refused(name, said, change, words, tmp_path):
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UsageError, match=words) as error:
+    with pytest.raises(UsageError, match=words):
         from_pretrained(folder)
-    assert "\n" not in str(error.value)
 
 
 def test_quantization_of_a_checkpoint_in_other_8_bits(tmp_path):

@@ -55,7 +55,12 @@ OTHERS = (
     "glm4", "exaone4", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
     "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite",
 )  # fmt: skip
-CASES = [(name, share) for name in CONFIGS for share in (1, 2)] + [(name, 3) for name in OTHERS]
+CASES = [("qwen3", 1), *((name, 2) for name in CONFIGS), *((name, 3) for name in OTHERS)]
+# Whose code reads a cache in different ways; the others' logits say enough.
+GENERATED = [
+    *CASES[:6],
+    *((n, 3) for n in ("gemma3", "smollm3", "gemma2", "phi3", "qwen2_moe", "deepseek_v3")),
+]
 LENGTHS = (21, 5, 12)
 
 
@@ -142,7 +147,6 @@ def generated(theirs, rows: list[list[int]], **options) -> list[list[int]]:
     return out[:, given["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.slow("llama-1", "llama tied-1", "mistral-1", "qwen2-1")
 @pytest.mark.parametrize("name, share", CASES)
 def test_logits_are_ours_and_every_tensor_has_its_place(name, share, exported):
     """The logits of every token are compared, and those of the last alone."""
@@ -150,7 +154,7 @@ def test_logits_are_ours_and_every_tensor_has_its_place(name, share, exported):
     theirs, info = load(exported(name, share), output_loading_info=True)
     assert not any(info.values()), info
     ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 40))
-    want = np.asarray(model.apply({"params": params}, jnp.array(ids)))
+    want = np.asarray(jax.jit(model.apply)({"params": params}, jnp.array(ids)))
     assert np.ptp(want, axis=-1).min() > 1
     for attention in ("eager", "sdpa")[: 1 + theirs._supports_sdpa]:
         theirs.set_attn_implementation(attention)
@@ -160,8 +164,8 @@ def test_logits_are_ours_and_every_tensor_has_its_place(name, share, exported):
         np.testing.assert_allclose(last, want[:, -1:], atol=1e-4)
 
 
-@pytest.mark.slow(*(f"{name}-3" for name in OTHERS if name not in ("gemma3", "smollm3")))
-@pytest.mark.parametrize("name, share", CASES)
+@pytest.mark.slow(*(f"{name}-{share}" for name, share in GENERATED[8:]))
+@pytest.mark.parametrize("name, share", GENERATED)
 def test_a_ragged_batch_generates_our_greedy_tokens(name, share, exported):
     want = greedy(*student(name, share), prompts())
     theirs = load(exported(name, share))
@@ -233,7 +237,8 @@ def test_an_exit_head_and_rows_of_keys_alone_are_left_out(exit_head, form, tmp_p
     ids = np.array([prompts()[0]])
     with torch.no_grad():
         got = theirs(torch.tensor(ids)).logits
-    np.testing.assert_allclose(got, model.apply({"params": params}, jnp.array(ids)), atol=1e-4)
+    want = jax.jit(model.apply)({"params": params}, jnp.array(ids))
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_students_of_every_family_are_tested_here_or_saved_with_a_warning():
