@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def test_transformers_loads_the_teacher_and_gives_the_same_logits():
     with torch.inference_mode():
         want = theirs(torch.tensor([ids])).logits[0].numpy()
     model, params = skv.from_pretrained(DEMO / "teacher", dtype="float32")
-    got = np.asarray(model.apply({"params": params}, jnp.asarray([ids])))[0]
+    got = np.asarray(jax.jit(model.apply)({"params": params}, jnp.asarray([ids])))[0]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
     assert sum(p.numel() for p in theirs.parameters()) <= 5_000_000
     assert sum(f.stat().st_size for f in (DEMO / "teacher").iterdir()) <= 10_000_000

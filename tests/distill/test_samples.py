@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from samples_made import config, same, take, texts, tokenizer, write
+from samples_made import config, same, tokenizer, write
 from tokenizers_made import CHATML, END, make_tokenizer
 
 from swiftkv_jax.common.errors import UsageError
@@ -76,11 +76,6 @@ def test_pieces_of_a_text_begin_with_bos_if_the_tokenizer_adds_it(policy, adds, 
     assert len(firsts) > 12 and (found == len(firsts) if adds else found <= 1)
 
 
-def test_limit_takes_the_first_samples(tmp_path):
-    loader = DataLoader(config(write(tmp_path, texts(30)), limit=3), tokenizer())
-    assert {name for _, ids in take(loader, 20) for row in ids for name in row} == {"d0", "d1", "d2"}
-
-
 def test_assistant_mask_counts_the_predictions_of_assistant_tokens(tmp_path):
     chat = [
         {"role": r, "content": c}
@@ -115,12 +110,8 @@ def test_text_gets_one_eos(tmp_path):
     [
         ({"sources": ()}, "sources is a tuple of at least one"),
         ({"split": "heldout"}, "data.split must be one of .*did you mean 'held_out'"),
-        ({"mask": "user"}, "data.mask must be one of all, assistant, not 'user'"),
-        ({"long_documents": "cut"}, "data.long_documents must be one of"),
         ({"seq_len": 1}, "seq_len must be at least 2"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"seed": -1}, "seed must be in"),
-        ({"limit": 0}, "limit must be at least 1"),
         ({"fuse_positions": 1.5}, "fuse_positions must be in \\[0, 1\\]"),
         ({"fuse_positions": 0.1, "pack": False}, "fuse_positions needs data.pack=True"),
     ],
