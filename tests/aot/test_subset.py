@@ -1,5 +1,4 @@
-"""Compilation for absent chips, where their compilers are installed: `make test` compiles attention over
-pages, and `make test-slow` a case of every other kernel.
+"""Compilation for absent chips, where their compilers are installed: a case of every kernel.
 
 They install libtpu and the CUDA plugin where they can be had; `make test-aot` compiles every case.
 """
@@ -15,8 +14,6 @@ CASES = {
     "x_cache_attention": "whisper_small",
     FILL: "llama_8b_chunk",
 }
-KERNELS = ["paged_attention"]
-KERNELS += [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in KERNELS]
 
 
 def needs(module: str):
@@ -32,7 +29,7 @@ def in_place(kernel: str, alias: int, temp: int) -> bool:
 @pytest.mark.slow
 @needs("libtpu")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own notes about machines that are not there
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CASES)
 def test_a_case_compiles_for_a_tpu(kernel):
     memory = compiled(TPUS["v5e"], kernel, CASES[kernel], implementation="pallas_tpu").memory_analysis()
     assert in_place(kernel, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
@@ -40,7 +37,7 @@ def test_a_case_compiles_for_a_tpu(kernel):
 
 @pytest.mark.slow
 @needs("jax_cuda13_plugin")
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CASES)
 def test_a_case_compiles_for_hopper(kernel):
     memory, _ = compiled_on_hopper(kernel, CASES[kernel])
     assert in_place(kernel, memory["alias"], memory["temp"])
