@@ -78,10 +78,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("fields, said", BAD)
-def test_experts_that_make_no_sense_are_refused_in_one_line(fields, said):
-    with pytest.raises(UsageError, match=said) as error:
+def test_experts_that_make_no_sense_are_refused(fields, said):
+    with pytest.raises(UsageError, match=said):
         dataclasses.replace(EXPERTS, **fields)
-    assert "\n" not in str(error.value)
 
 
 RAW = {
@@ -106,10 +105,9 @@ RAW = {
         ({"model_type": "llama"}, "num_experts is 4"),
     ],
 )
-def test_a_config_that_asks_for_other_experts_is_refused_in_one_line(fields, said):
-    with pytest.raises(UsageError, match=said) as error:
+def test_a_config_that_asks_for_other_experts_is_refused(fields, said):
+    with pytest.raises(UsageError, match=said):
         ModelConfig.from_hf(RAW | fields)
-    assert "\n" not in str(error.value)
 
 
 def test_files_of_either_spelling_say_the_same():
@@ -120,8 +118,7 @@ def test_files_of_either_spelling_say_the_same():
     assert FAMILIES["qwen3_moe"].experts["count"] == "num_experts", "the published name is written"
 
 
-def test_devices_that_cannot_share_the_experts_are_refused_in_one_line():
+def test_devices_that_cannot_share_the_experts_are_refused():
     model = Transformer(MOE, KVPlan.standard(4))
-    with pytest.raises(UsageError, match="2 devices cannot share 5 experts") as error:
+    with pytest.raises(UsageError, match="2 devices cannot share 5 experts"):
         widened(model, 2)
-    assert "\n" not in str(error.value)

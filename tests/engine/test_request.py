@@ -46,9 +46,8 @@ BAD = {
 @pytest.mark.parametrize("field", BAD)
 def test_a_bad_value_is_an_error_that_names_its_field(field):
     for value in BAD[field]:
-        with pytest.raises(UsageError, match=field) as error:
+        with pytest.raises(UsageError, match=field):
             SamplingParams(**{field: value})
-        assert "\n" not in str(error.value)
 
 
 def test_synonyms_are_normalised():

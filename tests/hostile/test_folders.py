@@ -88,9 +88,8 @@ DOUBLING = "{% set n = namespace(a='x') %}{% for i in range(64) %}{% set n.a = n
 def test_a_template_that_takes_too_much_is_refused_and_the_next_chat_goes_on(source):
     bad, good = Template(source), Template("{{ messages[0] }}!")
     before = os.times()
-    with no_longer_than(PATIENCE, bad), pytest.raises(UsageError) as raised:
+    with no_longer_than(PATIENCE, bad), pytest.raises(UsageError):
         bad.render({"messages": ["x"]})
-    assert "\n" not in str(raised.value)
     bad.close()  # waits for its process, so that its time is counted
     assert sum(os.times()[:4]) - sum(before[:4]) < 2 * SECONDS + 0.5, "what the second limit allows"
     bad.source = good.source
