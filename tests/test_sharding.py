@@ -16,13 +16,15 @@ from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, sharding, weights
 from swiftkv_jax.core.model import Transformer
 
-QUICK = ["swiftkv (2, 2, 2)", "generate (2, 2, 2)", "guess (2, 2, 2)"]
-LONG = [f"{name} (1, 2, 1, 4)" for name in ("predictor", "swiftkv", "all")]  # data, fsdp, tensor, context
-LONG += ["predictor (2, 2, 2)", "all (2, 2, 2)"]
-CONTEXTS = ["(1, 1, 1, 4)", "(1, 1, 2, 2)"]  # of four devices
-LONG += ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
-LONG += ["moe-swiftkv (2, 2, 2)", "moe-all (2, 2, 2)", "moe-generate (2, 2, 2)"]
-LONG += ["swiftkv (8, 1, 1)", "all (1, 8, 1)", "generate (1, 8, 1)"]
+TRAINED = [
+    "swiftkv (2, 2, 2)",
+    "predictor (1, 2, 1, 4)",
+    "swiftkv (1, 2, 1, 4)",
+]  # data, fsdp, tensor, context
+TRAINED += ["swiftkv (8, 1, 1)", "all (1, 8, 1)", "moe-swiftkv (2, 2, 2)"]
+SERVED = ["generate (2, 2, 2)", "guess (2, 2, 2)", "moe-generate (2, 2, 2)"]
+SPLASH = ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
+CONTEXTS = ["swiftkv (1, 1, 2, 2)", "all (1, 1, 1, 4)"]  # of four devices
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
@@ -30,14 +32,8 @@ CONFIG = ModelConfig(
 FURTHEST = 3e-5  # of any one parameter after three steps of 1e-3; 1.3e-5 was seen
 
 
-def some(*kinds: str) -> list:
-    """The quick ones of these kinds, and the others as slow tests."""
-    marked = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
-    return [each for name, each in zip(QUICK + LONG, marked, strict=True) if name.startswith(kinds)]
-
-
 def found(name: str) -> dict:
-    return report(tuple(QUICK if name in QUICK else LONG))[name]
+    return report((*TRAINED, *SERVED, *SPLASH))[name]
 
 
 @functools.cache
@@ -46,7 +42,7 @@ def report(names: tuple[str, ...], devices: int = 8) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some("swiftkv", "all", "predictor", "moe-swiftkv", "moe-all"))
+@pytest.mark.parametrize("name", TRAINED)
 def test_three_training_steps_equal_one_devices(name):
     """Parameters, gradients and metrics. Pure data parallelism keeps parameters whole."""
     said = found(name)
@@ -55,27 +51,25 @@ def test_three_training_steps_equal_one_devices(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", CONTEXTS)
-@pytest.mark.parametrize("trains", ["swiftkv", "all"])
-def test_positions_shared_out_among_four_devices_give_the_loss_of_one(trains, mesh):
-    names = tuple(f"{what} {where}" for what in ("swiftkv", "all") for where in CONTEXTS)
-    said = report(names, 4)[f"{trains} {mesh}"]
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_positions_shared_out_among_four_devices_give_the_loss_of_one(name):
+    said = report(tuple(CONTEXTS), 4)[name]
     assert said["loss"] < 1e-5 and said["moved"] < 2e-6, said
     assert said["furthest"] < FURTHEST and said["worst"] < 2e-5, said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some("generate", "guess", "moe-generate"))
+@pytest.mark.parametrize("name", SERVED)
 def test_generation_equals_one_devices(name):
     """Guesses of an exit head change no token there."""
     assert found(name)["same"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [1 << 30, 200])
-def test_splash_on_a_mesh_is_the_definition(window):
+@pytest.mark.parametrize("name", SPLASH)
+def test_splash_on_a_mesh_is_the_definition(name):
     """Rows, kv heads and queries cut up; outputs and gradients, interpreted."""
-    assert found(f"splash{window} (2, 2, 2)")["worst"] < 1e-5
+    assert found(name)["worst"] < 1e-5
 
 
 def test_every_weight_has_as_many_axis_letters_as_dimensions():
