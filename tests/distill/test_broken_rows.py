@@ -235,8 +235,8 @@ def test_two_processes_stop_after_one_step_when_one_of_them_meets_a_broken_row(f
     assert all("chats.jsonl:77: " in process.stderr for process in done)
     (step,) = saved(tmp_path / "out")
     assert [step] == saved(tmp_path / "alone") and f"saved step {step}" in done[0].stdout
-    done = run_two(file, tmp_path / "out", "--set", "data.skip_bad_lines=True", "--resume")
-    assert [process.returncode for process in done] == [0, 0] and exported(tmp_path / "out"), done
+    assert run(file, tmp_path / "out", "--set", "data.skip_bad_lines=True", "--resume") == 0
+    assert exported(tmp_path / "out")
 
 
 @pytest.mark.slow
