@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 
-# In order of preference; the first that supports the call runs. On GPUs and TPUs only XLA's are listed.
-# Others run by name only; kernels/check names those that were right on the same machine.
+# In order of preference; the first that supports the call runs. On GPUs and TPUs only XLA's and JAX's own are
+# listed. Others run by name only; kernels/check names those that were right on the same machine.
 BY_PLATFORM = {
     "tpu": ("xla_one_turn", "xla_groups", "xla"),
-    "gpu": ("xla_one_turn", "xla"),
+    "gpu": ("xla_one_turn", "mosaic_groups", "xla"),
     "cpu": ("native_cpu", "xla"),
 }
 
-PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu"}
+PLATFORM_OF |= dict.fromkeys(("pallas_gpu", "cudnn", "mosaic_groups"), "gpu")
+_HOPPER = ("pallas_gpu", "mosaic_groups")  # its WGMMA is on no GPU before or after Hopper
 BIASED = ("reference", "xla", "xla_one_turn")  # what takes a bias by distance, or a soft cap
 _LOG = logging.getLogger(__name__)
 
@@ -111,7 +113,8 @@ def unnamed() -> str:
 
 def preferred(table: Mapping[str, Implementation], args, kwargs) -> str:
     """The platform's choice for a call, given arrays or their shapes."""
-    known = (name for name in BY_PLATFORM[device()[0]] if name in table)
+    platform, kind, _ = device()
+    known = (n for n in BY_PLATFORM[platform] if n in table and not _missing(n, platform, kind))
     return next(name for name in known if not table[name].refuses(*args, **kwargs))
 
 
@@ -136,8 +139,7 @@ def _missing(implementation: str, platform: str, kind: str) -> str:
     if (needed := PLATFORM_OF.get(implementation, platform)) != platform:
         return needed
     hopper = re.search(r"\bG?H\d", kind)
-    # Its WGMMA is on no GPU before or after Hopper.
-    return "Hopper GPU (H100, H200, GH200)" if implementation == "pallas_gpu" and not hopper else ""
+    return "Hopper GPU (H100, H200, GH200)" if implementation in _HOPPER and not hopper else ""
 
 
 @functools.cache

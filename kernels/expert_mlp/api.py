@@ -11,13 +11,13 @@ from jaxtyping import Array, Float, Int, Int8
 from swiftkv_jax.kernels.causal_attention.shards import WHOLE, Shards
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
-from swiftkv_jax.kernels.expert_mlp import pallas_gpu, reference, xla
+from swiftkv_jax.kernels.expert_mlp import mosaic, reference, xla
 
 EXPERT_MLP = {
     "reference": Implementation(reference.expert_mlp),
     "xla": Implementation(xla.expert_mlp),
     "xla_groups": Implementation(xla.by_groups, xla.refuses_groups),
-    "pallas_gpu": Implementation(pallas_gpu.expert_mlp, pallas_gpu.refuses),
+    "mosaic_groups": Implementation(mosaic.expert_mlp, mosaic.refuses),
 }
 
 

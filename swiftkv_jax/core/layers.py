@@ -60,11 +60,11 @@ def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
     return Weight(shape, axis, fill=fill)
 
 
-def kernel_of(p: PyTree, dtype=None) -> Array:
+def kernel_of(p: PyTree, dtype=None, scaled: bool = True) -> Array:
     """A kernel, or a stack of them, for products that `linear` does not compute, with its scale multiplied
-    in. It is in `dtype`; by default in its own, or in float32 if it is an 8-bit kernel."""
+    in, or as stored. It is in `dtype`; by default in its own, or in float32 if it is an 8-bit kernel."""
     kernel = p["kernel"]
-    if "scale" in p:
+    if "scale" in p and scaled:
         kernel = kernel.astype(jnp.float32) * p["scale"][..., None, :]
     return kernel if dtype is None else kernel.astype(dtype)
 
@@ -467,7 +467,7 @@ class ExpertMlp:
         parts = [p["experts"][name] for name in ("gate_proj", "up_proj", "down_proj")]
         scales = [part["scale"] for part in parts if "scale" in part]
         if len(scales) == len(parts):
-            kernels = [part["kernel"] for part in parts] + scales
+            kernels = [kernel_of(part, scaled=False) for part in parts] + scales
         else:
             kernels = [kernel_of(part, h.dtype) for part in parts]
         options = {"activation": _ACTIVATIONS[config.activation], "shards": SHARDS}

@@ -8,7 +8,6 @@ with verification added).
 """
 
 import dataclasses
-import os
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, TokenCounts, sample
+from swiftkv_jax.kernels.check.machine import flags
 
 # XLA leaves loops out of a GPU's command buffers by default: then the host writes the graph of the loop's
 # body anew for every token, and the GPU waits: on an H200 1.5 of the 10.5 ms of Llama-3.1-8B's shape.
@@ -31,7 +31,7 @@ _BUFFERS = "xla_gpu_enable_command_buffer"
 _LOOPS_IN_BUFFERS = {
     _BUFFERS: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
-_OPTIONS = None if _BUFFERS in os.environ.get("XLA_FLAGS", "") else _LOOPS_IN_BUFFERS
+_OPTIONS = None if _BUFFERS in flags().get("XLA_FLAGS", "") else _LOOPS_IN_BUFFERS
 
 
 @dataclasses.dataclass(frozen=True)

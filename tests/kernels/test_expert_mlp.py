@@ -12,7 +12,7 @@ from processes_made import found_on
 
 from swiftkv_jax.kernels.check.calls import verdict
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.kernels.expert_mlp import api, cases, pallas_gpu, reference, xla
+from swiftkv_jax.kernels.expert_mlp import api, cases, mosaic, reference, xla
 
 CALLS = [("xla", case) for case in cases.SMALL]
 CALLS += [("xla_groups", name) for name, case in cases.SMALL.items() if not case.eight_bit]
@@ -44,8 +44,8 @@ def test_few_tokens_of_a_gpu_run_all_experts(monkeypatch):
 
 def test_what_surrounds_the_kernel_of_a_gpu_is_right(monkeypatch):
     """Only an H100 can run JAX's kernel; the same product takes its place."""
-    monkeypatch.setitem(api.EXPERT_MLP, "xla_groups", dispatch.Implementation(pallas_gpu.expert_mlp))
-    monkeypatch.setattr(pallas_gpu, "_product", xla.ragged)
+    monkeypatch.setitem(api.EXPERT_MLP, "xla_groups", dispatch.Implementation(mosaic.expert_mlp))
+    monkeypatch.setattr(mosaic, "_product", xla.ragged)
     for case in ("all_on_one", "more_than_a_group_takes"):
         said = verdict([(case, cases.SMALL[case])], "xla_groups")
         assert said["right"], said
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
     with pytest.raises(dispatch.UnsupportedError, match="xla_groups does not support experts in 8 bits"):
         cases.SMALL["int8"].by("xla_groups")(*cases.SMALL["int8"].make()[0])
     (x, chosen, weights, gate, up, down, _), _ = cases.SMALL["plain"].make()
-    with pytest.raises(dispatch.UnsupportedError, match="it has reference, xla, xla_groups, pallas_gpu"):
+    with pytest.raises(dispatch.UnsupportedError, match="it has reference, xla, xla_groups, mosaic_groups"):
         api.expert_mlp(x, chosen, weights, gate, up, down, implementation="splash")
     mesh = jax.sharding.AbstractMesh((1, 1, 1, 3), ("data", "fsdp", "context", "tensor"))
     with (
