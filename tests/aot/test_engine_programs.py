@@ -208,13 +208,18 @@ def written_weights(hlo: str, params) -> list[str]:
     local = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in eight_bit]
     shapes, found = {tuple(sorted(shape[-2:])) for shape in local}, []
     for _, line, _ in launched(hlo)[0]:
-        result = line.partition(" = ")[2]
-        result = result.partition(") " if result.startswith("(") else " ")[0]
+        result = result_of(line)
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
             fast = dtype in ("s8", "f8e4m3fn") and "S(1)" in result
             if sorted_dims(dims) in shapes and not fast:
                 found.append(line.strip()[:160])
     return found
+
+
+def result_of(line: str) -> str:
+    """What of an operation's text says which arrays it writes."""
+    result = line.partition(" = ")[2]
+    return result.partition(") " if result.startswith("(") else " ")[0]
 
 
 def sorted_dims(text: str) -> tuple[int, ...]:
@@ -468,6 +473,35 @@ def test_gemmas_programs_copy_no_weight_and_no_rows(chip, config, program):
     assert memory.alias_size_in_bytes >= cache.nbytes
     *_, loops = executed(hlo)
     assert loops.count(False) >= (program == "decode")  # the loop over its steps
+
+
+@pytest.mark.parametrize("program", ["prompt", "decode"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_programs_of_latents_and_experts_copy_no_weight_and_no_rows(chip, program):
+    """DeepSeek-V2-Lite's sizes: a dense layer, one with experts, and two that share a row. But for the pool,
+    nothing that is made is as large as a kernel of all experts."""
+    config = load_experiment("deepseek_v2_lite").architecture
+    config = dataclasses.replace(config, num_layers=4, windows=(), mlps=config.mlps[:4])
+    mesh, attention = mesh_of(CHIPS[chip]), "xla_one_turn" if chip == "h100" else None
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # rows are wider on a TPU
+        made = programs(chip, config.plan(2, 2), "bfloat16", config=config, attention=attention)
+    function, static, traced = made[program]
+    memory, hlo = text_of(function, static, on(mesh, traced), mesh)
+    params, cache, *_ = traced
+    (pool,) = [store.data.shape for store in cache.stores["latent"]]
+    assert pool[-1] == (640 if chip == "v5p" else 576) and memory.alias_size_in_bytes >= cache.nbytes
+    least = math.prod(params["layers"][1]["mlp"]["experts"]["up_proj"]["kernel"].shape)
+    for _, line, _ in launched(hlo)[0]:
+        written = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", result_of(line))]
+        assert all(math.prod(dims) < least or dims == pool for dims in written), line
+    copies = [line for line in copied_weights(hlo, params) if line.startswith(("%", "ROOT"))]
+    if (chip, program) == ("h100", "prompt"):  # `kv_b_proj`, 4 MiB, where latents are expanded
+        copies = [line for line in copies if "bf16[512,16,256]" not in line]
+    assert not copies and not copied_weights(hlo, cache.stores)
+    most = {"h100 decode": ONE_TURN_BYTES, "v5p decode": DECODE_BYTES}
+    assert memory.temp_size_in_bytes < most.get(f"{chip} {program}", 1.3 * ONE_TURN_BYTES)
+    loops = executed(hlo)[2]  # over blocks of 2048 tokens on a TPU, whose compiler does not note their number
+    assert loops.count(False) == (program == "decode" or chip == "v5p")
 
 
 SHARED = {  # what is served by four chips: plan, rows, and whether a kernel fills
