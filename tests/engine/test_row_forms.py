@@ -4,6 +4,7 @@ import pytest
 import tiny_engine as tiny
 
 from swiftkv_jax.config.rope import NONE, RopeConfig
+from swiftkv_jax.core import latent
 from swiftkv_jax.engine.llm import LLM
 
 FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE), "exit_head": True}
@@ -48,3 +49,19 @@ def test_tokens_do_not_depend_on_how_a_model_is_run(form, dtype):
     assert found[1:] == found[:1] * len(WAYS)
     if dtype == "float32":
         assert found[0][1] == tiny.greedy(*model, prompts[1], len(found[0][1]))
+
+
+@pytest.mark.slow
+def test_steps_of_two_sequences_that_expand_their_latents_change_no_token(monkeypatch):
+    """Amid NaN in unused pages."""
+    sequences, run = set(), latent._over_expanded
+
+    def counted(config, reader, q, paged):
+        sequences.add(len(paged.table))
+        return run(config, reader, q, paged)
+
+    monkeypatch.setattr(latent, "_over_expanded", counted)
+    llm = tiny.make("deepseek", max_num_seqs=2, kernels="attention=xla_one_turn")
+    tiny.poison(llm)
+    assert tiny.tokens(tiny.run(llm)) == tiny.definition("deepseek")
+    assert sequences == {1, 2}
