@@ -81,8 +81,6 @@ def test_rows_of_values_and_of_inputs_are_read_back_and_leave_the_plain_model(fa
 
 STUDENTS = {  # share, forms of the rows of 6 layers at split 2 -> numbers of a token, in widths of the model
     "all upper inputs": (1, "kv kv x x x x", 5),
-    "every input": (1, "x x x x x x", 3),
-    "keys between inputs": (1, "kv k x k x k", 6),
     "keys that others lie between": (1, "v kv k x k x", 6),
     "a group of inputs": (2, "kv kv k x", 6),
     "groups of inputs": (2, "kv k x x", 4),

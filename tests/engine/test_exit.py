@@ -64,7 +64,6 @@ KINDS = [  # one for each prompt: all that can decide a token, together in one b
     dataclasses.replace(GREEDY, max_tokens=13, logit_bias={65: 2.0}, bad_words=["A"], logprobs=0),
 ]
 WAYS = {
-    "one guess, pages of 1": {"drafts": 1, "page_size": 1, "num_pages": 200},
     "so few pages that sequences are preempted": {"drafts": 3, "num_pages": 33, "page_size": 2},
     "five guesses, one turn a launch, two lanes": {
         "drafts": 5, "steps_per_launch": 1, "max_num_seqs": 2, "page_size": 5

@@ -9,8 +9,6 @@ from swiftkv_jax.engine.llm import LLM
 
 FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE), "exit_head": True}
 FORMS = {
-    "k": ("k",),
-    "v": ("v",),
     "x": ("x",),
     "mixed": ("x", "k", "v"),
 }
@@ -29,8 +27,7 @@ def ragged_prompts() -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "form, dtype",
-    [*((form, "float32") for form in (*tiny.MODELS, *FORMS)), ("deepseek", "int8")]
-    + [("mixed", dtype) for dtype in ("bfloat16", "int8", "float8_e4m3fn")],
+    [*((form, "float32") for form in (*tiny.MODELS, *FORMS)), ("deepseek", "int8"), ("mixed", "int8")],
 )
 def test_tokens_do_not_depend_on_how_a_model_is_run(form, dtype):
     if form in tiny.MODELS:
