@@ -27,8 +27,6 @@ HEAVY = ("torch", "flax.nnx", "tokamax", "qwix")
 # Data: a student's export carries it for transformers. It runs there alone (SECURITY.md).
 CARRIED = LIBRARY / "checkpoint" / "modeling_swiftkv.py"
 HOST_ONLY = ("request", "pages", "sequence", "draft", "queue", "scheduler")  # of engine/
-SET_BY_USERS = ("Config", "Plan", "Params", "Settings", "Experiment")
-SPREAD = {"MeshConfig": "make_mesh"}  # configs whose fields are the arguments of one function, given by **
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -233,96 +231,3 @@ def test_no_check_is_an_assert():
     assert asserts and not checks
     debug = [str(path) for path, n in nodes if isinstance(n, ast.Name) and n.id == "__debug__"]
     assert not debug
-
-
-def config_classes() -> list[tuple[Path, ast.ClassDef]]:
-    """Frozen, keyword-only dataclasses that users set, told from results by their names."""
-
-    def frozen(decorator: ast.expr) -> bool:
-        words = {
-            k.arg for k in getattr(decorator, "keywords", ()) if getattr(k.value, "value", False) is True
-        }
-        return {"frozen", "kw_only"} <= words
-
-    return [
-        (path, node)
-        for path in python_files("swiftkv_jax")
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ClassDef)
-        and node.name.endswith(SET_BY_USERS)
-        and any(frozen(d) for d in node.decorator_list)
-    ]
-
-
-def reads(skip: ast.ClassDef) -> set[str]:
-    """Attributes read anywhere but in the checks and constructors of one class."""
-    own = {
-        f
-        for f in skip.body
-        if isinstance(f, ast.FunctionDef) and f.name in ("__post_init__", "from_hf", "to_hf")
-    }
-
-    def walk(node: ast.AST):
-        if node not in own:
-            yield node
-            for child in ast.iter_child_nodes(node):
-                yield from walk(child)
-
-    files = [*python_files("swiftkv_jax"), *ROOT.glob("*.py")]
-    nodes = (node for path in files for node in walk(tree(path)))
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-
-
-def parameters(function: str) -> set[str]:
-    """The parameters of every function of that name."""
-    nodes = (node for path in python_files("swiftkv_jax") for node in ast.walk(tree(path)))
-    found = (n.args for n in nodes if isinstance(n, ast.FunctionDef) and n.name == function)
-    return {argument.arg for arguments in found for argument in (*arguments.args, *arguments.kwonlyargs)}
-
-
-@pytest.mark.parametrize("node", [node for _, node in config_classes()], ids=lambda node: node.name)
-def test_every_config_field_is_read(node):
-    fields = {
-        f.target.id for f in node.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
-    }
-    read = parameters(SPREAD[node.name]) if node.name in SPREAD else reads(node)
-    assert fields and not fields - read
-
-
-def readme_tree(text: str) -> list[str]:
-    """Paths in the first fenced block that draws `swiftkv_jax/`; two spaces end a line's names."""
-    blocks = [
-        block
-        for block in re.findall(r"```\w*\n(.*?)```", text, re.S)
-        if re.search(r"^swiftkv_jax/", block, re.M)
-    ]
-    paths, trail = [], []
-    for line in blocks[0].splitlines() if blocks else ():
-        if not line.strip():
-            continue
-        indent = len(line) - len(line.lstrip())
-        while trail and trail[-1][0] >= indent:
-            trail.pop()
-        folder = "".join(name for _, name in trail)
-        names = re.split(r"\s{2,}", line.strip())[0].split()
-        paths += [folder + name for name in names]
-        if names[0].endswith("/"):
-            trail.append((indent, names[0]))
-    return paths
-
-
-def test_readme_tree_equals_the_disk():
-    readme = ROOT / "README.md"
-    drawn = readme_tree(readme.read_text(encoding="utf-8")) if readme.exists() else []
-    if not drawn:
-        pytest.skip("README.md draws no tree")
-    missing = [path for path in drawn if not (ROOT / path).exists()]
-    top = [p for p in ROOT.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.rglob("*.py")))]
-    # The link kernels/ is drawn where it points to.
-    inside = [p for p in LIBRARY.iterdir() if not p.is_symlink() and p.is_dir() and any(p.glob("*.py"))]
-    hidden = ("build/", "dist/", "runs/")
-    disk = {f"{p.relative_to(ROOT)}/" if p.is_dir() else str(p.relative_to(ROOT)) for p in top + inside}
-    forgotten = sorted(
-        p for p in disk - set(drawn) if not p.startswith((".", *hidden)) and ".egg-info" not in p
-    )
-    assert not missing and not forgotten, (missing, forgotten)

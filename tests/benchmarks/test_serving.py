@@ -1,4 +1,4 @@
-"""`benchmarks.serving`: its arithmetic by hand, arrivals by statistics, and a real run on tiny servers."""
+"""`benchmarks.serving`: its arithmetic by hand, and arrivals by statistics."""
 
 import dataclasses
 import math
@@ -6,11 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.common import SYSTEMS
-from benchmarks.serving import bench, report
-from benchmarks.serving.__main__ import checked
 from benchmarks.serving.timeline import Timeline, arrivals, summary
-from swiftkv_jax.config.model import ModelConfig
 
 # Two that answer, by hand: A in three events of 1, 2 and 2 tokens; B one token only; C was refused.
 A = Timeline(due=10.0, sent=10.5, events=(11.0, 11.25, 12.0), prompt_tokens=7, output_tokens=5)
@@ -59,52 +55,3 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness):
         assert counts.mean() == pytest.approx(5, rel=0.02) and counts.var() == pytest.approx(5, rel=0.1)
     assert arrivals(3, math.inf) == [0.0] * 3
     assert arrivals(4, 2.0, math.inf) == pytest.approx([0.5, 1.0, 1.5, 2.0])
-
-
-def args(*flags: str):
-    return checked(["--scale", "64", *flags])
-
-
-CONFIG = ModelConfig(
-    vocab_size=100, hidden_size=8, intermediate_size=8, num_layers=8, num_heads=2, num_kv_heads=1, head_dim=4,
-    max_position_embeddings=2048,
-)  # fmt: skip
-
-
-def test_rates_are_shares_of_what_the_first_system_takes():
-    point, _ = bench.load(args(), CONFIG)
-    points = bench.rates(point, args("--rates", "0.5x", "3", "inf").wanted, 8.0)
-    assert [(p.name, p.rate) for p in points] == [("4", 4.0), ("3", 3.0), ("inf", math.inf)]
-
-
-def test_budgets_are_shares_of_a_full_batch():
-    """8 rows of 2 x 4 floats a token in the standard model; 6 with AcrossKV; 1 merged; fp8 has scales."""
-    full = args("--max-num-seqs", "4", "--page-size", "16")
-    pages = {name: bench.budget_pages(full, CONFIG, 129, 1.0, name) for name in SYSTEMS}
-    tokens = 4 * 144  # in whole pages
-    assert pages == {
-        "standard": tokens // 16,
-        "merge-all": 8 * tokens // 16,
-        "swiftkv": tokens // 16,
-        "acrosskv": 8 * tokens // 6 // 16,
-        "fp8": 8 * 32 * tokens // (6 * 2 * (4 + 4)) // 16,
-    }
-    assert bench.budget_pages(full, CONFIG, 129, 0.2, "standard") == 0  # not one sequence
-    one = args("--max-num-seqs", "1", "--page-size", "16")
-    assert bench.budget_pages(one, CONFIG, 129, 1.0, "standard") == 9, "all of it is enough for all of it"
-    assert bench.budget_pages(full, CONFIG, 129, 0.2, "merge-all") > 0
-
-
-def test_gains_are_of_the_same_round():
-    """The second system is twice as fast in both rounds, though slower in one than the first in the other."""
-    runs = []
-    for number, speed in enumerate((100.0, 10.0)):
-        for name, factor in (("a", 1), ("b", 2)):
-            result = summary([A, B, C], 1.0, (99,)) | {"total_token_throughput": factor * speed}
-            about = {"workload": "fixed", "point": "p", "system": name, "round": number, "num_prompts": 3}
-            runs.append(result | about | {"compilations": number})
-    row = report.aggregate(runs, 99, "a")["fixed"]["p"]["b"]
-    without = report.aggregate(runs[1::2], 99, "a")["fixed"]["p"]["b"]
-    assert without["gain"] is None and without["total_token_throughput"] == 110.0
-    assert row["gains"] == [2.0, 2.0] and row["gain"] == 2.0 and row["total_token_throughput"] == 110.0
-    assert row["requests"] == 6 and row["failed"] == 2 and row["compilations"] == 1

@@ -9,8 +9,8 @@ from tiny_models import PLAIN, tiny
 
 import swiftkv_jax as skv
 from benchmarks.papers.baselines import RandomPruning
-from benchmarks.papers.compare import evaluation, row_errors, systems
-from benchmarks.papers.compare.evaluation import Answers, Point, Prompts
+from benchmarks.papers.compare import evaluation, row_errors
+from benchmarks.papers.compare.evaluation import Prompts
 from benchmarks.papers.compare.systems import full_depth
 from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.common.folder import DEMO
@@ -23,13 +23,6 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROWS = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (5, 12)).astype(np.int32)
 PROMPTS = Prompts(ROWS, np.array([[2, 11, 7], [3, 4, 5], [6, 8, 10], [9, 2, 2], [11, 6, 3]], np.int32))
-POINTS = [
-    Point("SwiftKV", "split 2", 0.5, 0.02, 0.001, 0.9, 0.01),
-    Point("KV prediction", "layers 0 2", 0.6, 0.01, 0.001, 0.95, 0.01),
-    Point("KV prediction", "layers 0", 0.2, 0.05, 0.001, 0.8, 0.01),
-    Point("random pruning", "keep 0.5", 0.5, 0.4, 0.01, 0.6, 0.02),
-    Point("random pruning", "keep 0.75", 0.75, 0.2, 0.01, 0.7, 0.02),
-]
 
 
 @pytest.fixture(scope="module")
@@ -69,33 +62,6 @@ def test_answers_by_rows_and_by_prompts_are_the_models_own_when_nothing_is_left_
         np.testing.assert_allclose(found.nats, want, atol=2e-5)
         np.testing.assert_array_equal(found.likeliest, at.argmax(-1))
     assert flops == sum(full_depth(Sizes.of(PLAIN), int(n)) for n in PROMPTS.lengths.ravel())
-
-
-def test_flops_of_swiftkv_are_those_counted_by_hand():
-    """A prompt of 10 tokens; 4 layers of width 48, FFN 40, 4 query heads and 2 kv heads of 12, split 1."""
-    rows, rest, key = 2 * 48 * 2 * 24, 2 * 48 * (2 * 48 + 3 * 40), 4 * 48
-    all_tokens = 10 * (4 * rows + rest) + key * 55
-    at_one, paired = KVPlan.swiftkv(4, 1), KVPlan.swiftkv(4, 1, 2)
-    assert systems.swiftkv_flops(Sizes.of(PLAIN), at_one, 10) == all_tokens + 3 * (rest + key * 10)
-    # in pairs, the three upper layers read two rows
-    assert systems.swiftkv_flops(Sizes.of(PLAIN), paired, 10) == all_tokens - 10 * rows + 3 * (
-        rest + key * 10
-    )
-    assert full_depth(Sizes.of(PLAIN), 10) == 4 * (10 * (rows + rest) + key * 55)
-
-
-def test_errors_are_over_rows_in_which_prompts_are_alike():
-    own = Answers(np.zeros((3, 2)), np.zeros((3, 2), int))
-    found = Answers(np.array([[1.0, 1.0], [2.0, 4.0], [2.0, 0.0]]), np.array([[0, 1], [0, 0], [1, 1]]))
-    got = evaluation.point("a", "b", 0.5, found, own)
-    assert (got.gap, got.agreement) == (pytest.approx(5 / 3), pytest.approx(0.5))
-    assert got.gap_error == pytest.approx(np.std([1, 3, 1], ddof=1) / 3**0.5)
-    assert got.agreement_error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / 3**0.5)
-
-
-def test_gaps_are_interpolated_between_points_and_not_extrapolated():
-    assert evaluation.at_equal_flops(POINTS, "KV prediction", 0.5) == pytest.approx(0.02)
-    assert np.isnan(evaluation.at_equal_flops(POINTS, "KV prediction", 0.75))
 
 
 def pair(reads=(0, 1, 2, 3)) -> tuple[skv.Predicted, dict]:
