@@ -51,8 +51,7 @@ test-soak: $(VENV)/.test
 # the shapes of arrays too, which takes a third of the time of whatever traces programs.
 LANE := $(addprefix tests/,aot/test_traces.py aot/test_subset.py test_model.py test_slim_equations.py \
 	checkpoint/test_training.py distill/test_step.py engine/test_engine.py engine/test_sampling.py \
-	kernels/test_expert_mlp.py kernels/test_fused_kv_fill.py kernels/test_k_cache_attention.py \
-	kernels/test_paged_attention.py server/test_described.py)
+	kernels/test_fused_kv_fill.py kernels/test_paged_attention.py server/test_described.py)
 
 test-lane: $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) --jaxtyping-packages=swiftkv_jax,beartype.beartype \
