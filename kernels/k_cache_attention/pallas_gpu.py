@@ -1,7 +1,8 @@
 """Decoding from a cache of keys alone, or of layer inputs alone, on Hopper (Mosaic GPU, Warpgroup semantics).
 
-Compiled for H100; this form has not run on hardware. A CPU can interpret everything except the exchange of
-scores in a cluster, the matmuls on transposed tiles and the layouts in registers.
+Right on an H200 with and without rotary embedding, rotated, in 8 bits and for inputs (docs/results.md). A CPU
+can interpret everything except the exchange of scores in a cluster, the matmuls on transposed tiles and the
+layouts in registers.
 
 This file cuts the columns of a row for the CTAs of a cluster (cluster_gpu.py), and lays out queries for them.
 Keys: a CTA's columns are some of the heads, and it computes the scores of these. Inputs: it computes partial
