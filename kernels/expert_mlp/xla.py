@@ -89,7 +89,9 @@ def _tiled(activation, x, chosen, weights, *experts):
         share = _rows(weights.reshape(-1), a)[:, None]
         return out.at[a // per_token].add(share * y, mode="drop")
 
-    return lax.fori_loop(0, number, tile, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+    # Zeros that depend on the tokens: XLA would make those of all layers at once, before the first.
+    zeros = jnp.where(jnp.abs(x) < -1, x, 0).astype(jnp.float32)
+    return lax.fori_loop(0, number, tile, zeros).astype(x.dtype)
 
 
 def _forward(activation, *arrays):

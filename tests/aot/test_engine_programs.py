@@ -487,16 +487,16 @@ def test_gemmas_programs_copy_no_weight_and_no_rows(chip, config, program):
     assert loops.count(False) >= (program == "decode")  # the loop over its steps
 
 
-@pytest.mark.parametrize("program", ["prompt", "decode"])
-@pytest.mark.parametrize("chip", CHIPS)
+# On v5p a chunk compiles for minutes.
+@pytest.mark.parametrize(("chip", "program"), [("h100", "prompt"), ("h100", "decode"), ("v5p", "decode")])
 def test_programs_of_latents_and_experts_copy_no_weight_and_no_rows(chip, program):
-    """DeepSeek-V2-Lite's sizes: a dense layer, one with experts, and two that share a row. But for the pool,
-    nothing that is made is as large as a kernel of all experts."""
+    """DeepSeek-V2-Lite's sizes: a dense layer, two with experts, whose sums of 16 MiB do not exist at once,
+    and two that share a row. But for the pool, nothing made is as large as a kernel of all experts."""
     config = load_experiment("deepseek_v2_lite").architecture
-    config = dataclasses.replace(config, num_layers=4, windows=(), mlps=config.mlps[:4])
+    config = dataclasses.replace(config, num_layers=5, windows=(), mlps=config.mlps[:5])
     mesh, attention = mesh_of(CHIPS[chip]), "xla_one_turn" if chip == "h100" else None
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # rows are wider on a TPU
-        made = programs(chip, config.plan(2, 2), "bfloat16", config=config, attention=attention)
+        made = programs(chip, config.plan(3, 2), "bfloat16", config=config, attention=attention)
     function, static, traced = made[program]
     memory, hlo = text_of(function, static, on(mesh, traced), mesh)
     params, cache, *_ = traced
@@ -510,10 +510,9 @@ def test_programs_of_latents_and_experts_copy_no_weight_and_no_rows(chip, progra
     if (chip, program) == ("h100", "prompt"):  # `kv_b_proj`, 4 MiB, where latents are expanded
         copies = [line for line in copies if "bf16[512,16,256]" not in line]
     assert not copies and not copied_weights(hlo, cache.stores)
-    most = {"h100 decode": ONE_TURN_BYTES, "v5p decode": DECODE_BYTES}
-    assert memory.temp_size_in_bytes < most.get(f"{chip} {program}", 1.3 * ONE_TURN_BYTES)
-    loops = executed(hlo)[2]  # over blocks of 2048 tokens on a TPU, whose compiler does not note their number
-    assert loops.count(False) == (program == "decode" or chip == "v5p")
+    most = {"h100 decode": ONE_TURN_BYTES, "h100 prompt": 1.25 * ONE_TURN_BYTES, "v5p decode": DECODE_BYTES}
+    assert memory.temp_size_in_bytes < most[f"{chip} {program}"]
+    assert executed(hlo)[2].count(False) == (program == "decode")  # its steps
 
 
 SHARED = {  # what is served by four chips: plan, rows, and whether a kernel fills
