@@ -138,19 +138,24 @@ def _serving(found: dict) -> tuple[list[str], Rows]:
 
 def _summary() -> tuple[list[str], Rows]:
     """README's table: the demo's students and SmolLM2's, quality and speed at one context length."""
-    columns = ["model", "student", "context", "gap, nats", "KL, nats", "agreement", "TTFT", "cache"]
+    columns = ["model", "student", "context", "gap, nats", "KL, nats", "agreement", "IFEval", "TTFT", "cache"]
     rows: Rows = []
     for row in records("demo"):
         gap = round(row["distilled"] - row["teacher's cross-entropy"], 4)
         share = row["cache bytes per token"] / 3072
         rows.append(["demo, 3.6 M", row["student"], row["context"], f"{gap:.3f}", f"{row['KL']:.3f}"])
-        rows[-1] += [f"{row['agreement']:.3f}", f"{row['TTFT']:.2f}", f"{share:.0%}"]
+        rows[-1] += [f"{row['agreement']:.3f}", None, f"{row['TTFT']:.2f}", f"{share:.0%}"]
     for row in records("smollm2"):
         split, how = row["split, of 30"], row["student"]
-        if split in (15, 20) and how != "rewired":
+        if split == 20 and how != "rewired":
             name = f"SwiftKV, {split} of 30 layers, {how}"
             rows.append(["SmolLM2-135M", name, row["context"], f"{row['gap']:.3f}", f"{row['KL']:.3f}"])
-            rows[-1] += [f"{row['agreement']:.3f}", row["TTFT"] and f"{row['TTFT']:.2f}", "100%"]
+            rows[-1] += [f"{row['agreement']:.3f}", None, row["TTFT"] and f"{row['TTFT']:.2f}", "100%"]
+    for row in records("smollm2_answers"):
+        if row["IFEval, strict"]:
+            name = row["model"].replace("split 15", "SwiftKV, 15 of 30 layers") + ", H200"
+            nats = [f"{row[kind]:.3f}" for kind in ("gap", "KL", "agreement")]
+            rows.append(["SmolLM2-135M", name, 512, *nats, row["IFEval, strict"], None, "100%"])
     return columns, rows
 
 
