@@ -4,13 +4,15 @@ On an H200, 2048 tokens of a layer of DeepSeek-V2-Lite take 1.1 ms, 193 TFLOP/s;
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.expert_mlp import xla
 
-_BLOCKS = {"block_m": 64, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
+_BLOCKS: dict[str, Any] = {"block_m": 64, "block_n": 128, "block_k": 64}
+_BLOCKS |= {"max_concurrent_steps": 4, "grid_block_n": 1}
 _ROWS = 8  # their number is a multiple of a tile's in shared memory
 
 
