@@ -137,7 +137,7 @@ def _serving(found: dict) -> tuple[list[str], Rows]:
 
 
 def _summary() -> tuple[list[str], Rows]:
-    """README's table: the demo's students and SmolLM2's, quality and speed at one context length."""
+    """README's table: students of the demo, SmolLM2 and Gemma 3, quality and speed at one context length."""
     columns = ["model", "student", "context", "gap, nats", "KL, nats", "agreement", "IFEval", "TTFT", "cache"]
     rows: Rows = []
     for row in records("demo"):
@@ -145,12 +145,15 @@ def _summary() -> tuple[list[str], Rows]:
         share = row["cache bytes per token"] / 3072
         rows.append(["demo, 3.6 M", row["student"], row["context"], f"{gap:.3f}", f"{row['KL']:.3f}"])
         rows[-1] += [f"{row['agreement']:.3f}", None, f"{row['TTFT']:.2f}", f"{share:.0%}"]
-    for row in records("smollm2"):
-        split, how = row["split, of 30"], row["student"]
-        if split == 20 and how != "rewired":
-            name = f"SwiftKV, {split} of 30 layers, {how}"
-            rows.append(["SmolLM2-135M", name, row["context"], f"{row['gap']:.3f}", f"{row['KL']:.3f}"])
-            rows[-1] += [f"{row['agreement']:.3f}", None, row["TTFT"] and f"{row['TTFT']:.2f}", "100%"]
+    models = (("SmolLM2-135M", "smollm2", 30, (20,)), ("Gemma 3 270M", "gemma3", 18, (12, 9)))
+    for model, name, layers, splits in models:
+        for row in records(name):
+            split, how = row[f"split, of {layers}"], row["student"]
+            if split in splits and how != "rewired":
+                title = f"SwiftKV, {split} of {layers} layers, {how}"
+                rows.append([model, title, row["context"], f"{row['gap']:.3f}", f"{row['KL']:.3f}"])
+                first = f"{row['TTFT']:.2f}" if row.get("TTFT") else None
+                rows[-1] += [f"{row['agreement']:.3f}", None, first, "100%"]
     for row in records("smollm2_answers"):
         if row["IFEval, strict"]:
             name = row["model"].replace("split 15", "SwiftKV, 15 of 30 layers") + ", H200"

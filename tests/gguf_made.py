@@ -1,5 +1,6 @@
 """GGUF files of small transformers models, in the names and keys that llama.cpp's converter gives them."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -82,6 +83,24 @@ def stored(value: np.ndarray, kind) -> np.ndarray:
         for place in places[kind.name]:
             blocks[..., place : place + 2] = scale
         return blocks.reshape(*value.shape[:-1], -1)
+
+
+def demo_tokenizer() -> tuple[dict, int]:
+    """(The keys of the demo's tokenizer, its number of tokens)."""
+    path = Path(__file__).parents[1] / "demo" / "tokenizer" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocab = raw["model"]["vocab"] | {token["content"]: token["id"] for token in raw["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    special = {token["content"] for token in raw["added_tokens"]}
+    keys = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3 if token in special else 1 for token in tokens],
+        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["model"]["merges"]],
+        "eos_token_id": 1,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}, len(tokens)
 
 
 def build(family: str, **fields):

@@ -11,7 +11,6 @@ import pytest
 from swiftkv_jax.cli import convert
 from swiftkv_jax.distill.config import PlanConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -28,22 +27,8 @@ def package(demo, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "made_up_weights"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('the package was run')")
-    raw = json.loads((ROOT / "demo" / "tokenizer" / "tokenizer.json").read_text())
-    vocab = raw["model"]["vocab"] | {token["content"]: token["id"] for token in raw["added_tokens"]}
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    special = {token["content"] for token in raw["added_tokens"]}
-    keys = {
-        "model": "gpt2",
-        "pre": "gpt-2",
-        "tokens": tokens,
-        "token_type": [3 if token in special else 1 for token in tokens],
-        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["model"]["merges"]],
-        "eos_token_id": 1,
-    }
-    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    model = gguf_made.build(
-        "llama", vocab_size=len(tokens), num_hidden_layers=4, max_position_embeddings=2048
-    )
+    keys, size = gguf_made.demo_tokenizer()
+    model = gguf_made.build("llama", vocab_size=size, num_hidden_layers=4, max_position_embeddings=2048)
     gguf_made.write(
         folder / "model.gguf", model, "Q4_1", metadata=keys | {"tokenizer.chat_template": TEMPLATE}
     )
