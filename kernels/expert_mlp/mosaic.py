@@ -31,6 +31,7 @@ def _grouped(activation, *arrays):
 _grouped.defvjp(lambda activation, *arrays: (_grouped(activation, *arrays), arrays), xla.backward)
 
 
+@jax.jit  # lowered once for all layers
 def _product(rows, experts, count):
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # which imports JAX's test tools
 
