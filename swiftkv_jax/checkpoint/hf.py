@@ -131,10 +131,8 @@ def _described(
         if dtype := own or made:
             eight |= {p.path[:-1]: dtype for p in slot.parts if p.path[-1] == "kernel"}
 
-    def dtype_of(path: Keys, kernel: Weight) -> str | None:
-        return eight.get(path) if weights.is_rounded(path, kernel) else None
-
-    return weights.in_8_bits(weights.weights(config, plan, cuts), dtype_of)
+    every = weights.weights(config, plan, cuts)
+    return weights.in_8_bits(every, lambda path, k: eight.get(path) if weights.is_rounded(path, k) else None)
 
 
 def _kept(tensor, slot: Slot) -> str | None:

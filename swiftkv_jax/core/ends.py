@@ -41,18 +41,14 @@ def embed(
     x = params["embed"][tokens].astype(model.dtype)
     if config.learned_positions:
         if positions is None:
-            _check_length(config, tokens.shape[-1])
-            positions = jnp.arange(tokens.shape[-1])
+            if (length := tokens.shape[-1]) > (most := config.max_position_embeddings):
+                advice = "cut the rows, or give positions that begin again"
+                raise UsageError(
+                    f"{length} tokens in a row, {config.family} embeds {most} positions: {advice}"
+                )
+            positions = jnp.arange(length)
         x = x + params["positions"][positions + config.unused_positions].astype(model.dtype)
     return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
-
-
-def _check_length(config: ModelConfig, length: int) -> None:
-    if length > config.max_position_embeddings:
-        raise UsageError(
-            f"{length} tokens in a row, and {config.family} has embeddings for "
-            f"{config.max_position_embeddings} positions: cut the rows, or give positions that begin again"
-        )
 
 
 def logits(model: Decoder, params: PyTree, x: Hidden) -> Float[Array, "*batch V"]:
