@@ -99,7 +99,7 @@ def main() -> int:
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override a field of the experiment"
     )
-    p.add_argument("--out", type=Path, default=ROOT / "runs" / "gemma3")
+    p.add_argument("--out", type=Path, default=ROOT / "runs" / "gemma3", help="default runs/gemma3")
     args = p.parse_args()
     return exit_code(lambda: run(args), f"\ninterrupted; results so far are in {args.out}")
 

@@ -43,7 +43,8 @@ def expert_mlp(
       gate, up: [X, D, F] and down: [X, F, D], in x's dtype: an expert is down(activation(gate x) * up x).
       scales: float32 factors of the outputs of gate, up [X, F] and down [X, D], which are then in 8 bits.
       implementation: "reference", "xla" (a loop over tiles of one expert's tokens), "xla_groups"
-        (`lax.ragged_dot`, for TPUs; no 8 bits), or None.
+        (`lax.ragged_dot`, for TPUs; no 8 bits), "mosaic_groups" (JAX's kernel, for bfloat16 on Hopper), or
+        None.
       shards: the axes of the mesh that tokens are cut over, and as `heads` those of X. Each device runs its
         own experts on its own tokens, and one all-reduce adds up the devices' sums.
 

@@ -75,6 +75,22 @@ def test_what_is_done_is_known_by_device_versions_arguments_and_source(tmp_path,
     assert found[0] != found[1] == found[2]
 
 
+def test_a_line_keeps_its_newest_result_by_earlier_sources_on_this_device(tmp_path, monkeypatch):
+    line = next(line for line in lines_of() if line.task == "engine")
+    book = ledger.Ledger([])
+    for source, date, device in (
+        ("a", "2026-11-25", "H"),
+        ("b", "2026-11-26", "H"),
+        ("c", "2026-11-27", "A"),
+    ):
+        monkeypatch.setattr(ledger, "source", lambda task, source=source: source)
+        book.where = WHERE | {"device": device}
+        book.save(tmp_path, [line], {line.name: {"status": "done", "ttft_ms": source}}, date)
+    monkeypatch.setattr(ledger, "source", lambda task: "d")
+    book.where = WHERE | {"device": "H"}
+    assert book.done(line) is None and book.earlier(line)["ttft_ms"] == "b"
+
+
 def test_what_failed_or_was_cut_is_measured_again_and_keeps_its_parts(tmp_path):
     line = next(line for line in lines_of() if line.task == "engine")
     for status in ("failed", "running"):
