@@ -27,7 +27,10 @@ def family_fields(family: str, raw: Mapping, shared: Mapping) -> dict[str, dict]
 
 
 def _t5(raw: Mapping, shared: dict) -> dict[str, dict]:
-    activation, gated = _projection(raw.get("feed_forward_proj"))
+    if (projection := raw.get("feed_forward_proj")) not in _PROJECTIONS:
+        supported = ", ".join(_PROJECTIONS)
+        raise UsageError(f"config.json: feed_forward_proj is {projection!r}; only {supported} are supported")
+    activation, gated = _PROJECTIONS[projection]
     # transformers 5 ties all weights by name; this field says whether the model really does.
     said = raw.get("scale_decoder_outputs")
     tied = shared["tie_word_embeddings"] if said is None else said is True
@@ -44,14 +47,6 @@ def _t5(raw: Mapping, shared: dict) -> dict[str, dict]:
         "decoder": both | ({"logits_scale": both["hidden_size"] ** -0.5} if tied else {}),
         "encoder": within,
     }
-
-
-def _projection(said: typing.Any) -> tuple[str, bool]:
-    if said not in _PROJECTIONS:
-        raise UsageError(
-            f"config.json: feed_forward_proj is {said!r}; only {', '.join(_PROJECTIONS)} are supported"
-        )
-    return _PROJECTIONS[said]
 
 
 def _whisper(raw: Mapping, shared: dict) -> dict[str, dict]:

@@ -27,14 +27,6 @@ from swiftkv_jax.core.shapes import Array, Float, Int, PyTree
 Source = Int[Array, "B S"] | Float[Array, "B F mels"]
 
 
-def encoder_of(model: Transformer) -> Transformer:
-    """The encoder of a model, as a model; its parameters are those under "encoder"."""
-    within = model.config.encoder
-    if within is None:
-        raise UsageError(f"{model.config.family} has no encoder")
-    return Transformer(within, within.plan(), model.dtype)
-
-
 def encode(
     model: Transformer, params: PyTree, source: Source, lengths: Int[Array, " B"] | None = None
 ) -> Encoded:
@@ -43,8 +35,10 @@ def encode(
     source: token ids, or audio frames, two of which make one position. lengths: the number of real positions
     of each source, all by default; the others are padding.
     """
-    encoder, own = encoder_of(model), params["encoder"]
-    config = encoder.config
+    config = model.config.encoder
+    if config is None:
+        raise UsageError(f"{model.config.family} has no encoder")
+    encoder, own = Transformer(config, config.plan(), model.dtype), params["encoder"]
     x = _convolved(encoder, own, source) if config.mels else params["embed"][source].astype(encoder.dtype)
     count, length = x.shape[:2]
     if config.learned_positions:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Batch, Cache, make_batch
 from swiftkv_jax.core.ends import Decoder, embed, exit_logits, logits, normalised
@@ -114,7 +113,9 @@ def run(
         if not rows:
             x = decoder_layer(config, p, x, at, [None] * len(p["attentions"]), mlp)
             continue
-        readers = [_row_reader(plan, params, *each) for each in zip(rows, p["attentions"], strict=True)]
+        forms = [FORMS[plan.rows[row].form] for row in rows]
+        own = [form.reader(weights.row(params, row)) for form, row in zip(forms, rows, strict=True)]
+        readers = list(map(reader_of, forms, own, p["attentions"]))
         maker = plan.rows[rows[0]].maker
         reads: list[Any] = [
             partial(cache.attend, rows[0], readers[0], batch=batch, window=kind.window, bias=bias)
@@ -123,12 +124,6 @@ def run(
             reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
         x = decoder_layer(config, p, x, at.of(config, maker), reads, mlp)
     return Ran(x, cache, raw)
-
-
-def _row_reader(plan: KVPlan, params: PyTree, row: int, attention: PyTree) -> PyTree:
-    """The weights that an attention needs to read a row."""
-    form = FORMS[plan.rows[row].form]
-    return reader_of(form, form.reader(weights.row(params, row)), attention)
 
 
 def make_rows(
