@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 # Read when numpy, torch, JAX and the Hugging Face libraries are first imported, also in processes that tests
-# start. Two threads of a BLAS in
-# each of several pytest workers only wait for each other.
+# start. Two threads of a BLAS in each of several pytest workers only wait for each other.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its compiler, in several workers
@@ -28,8 +27,10 @@ import pytest
 
 _UNTIL = float(os.environ.get("TESTS_UNTIL") or "inf")  # seconds since the epoch, see .ci/run
 _QUICK = "jax_disable_most_optimizations"
-# An older emitter of loops, which compiles faster. JAX 0.11 has only the newer one.
-_QUICK_XLA = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
+# One module of LLVM for each program, not up to 32 side by side, for which several workers have no cores; and
+# an older emitter of loops, which compiles faster. JAX 0.11 has the newer one alone.
+_QUICK_XLA = "--xla_cpu_parallel_codegen_split_count=1"
+_QUICK_XLA += " --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 
 # The same examples in every run, and no deadline: the first example compiles.
 hypothesis.settings.register_profile(
@@ -48,8 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Tests wait for the compiler, so they leave out most of LLVM's optimisations (XLA's own stay), also in the
     processes that they start: it halves a test of the engine. An older emitter of loops than users have takes
-    another third. Tests that compile for other chips and soak tests run what users run; those that ask for
-    `as_users_compile` have all optimisations, and that emitter on JAX 0.11 and in processes that they start.
+    another third, and one module of LLVM for each program a quarter of what is left. Tests that compile for
+    other chips and soak tests run what users run; those that ask for `as_users_compile` have all
+    optimisations, and that emitter on JAX 0.11 and in processes that they start.
 
     XLA has by default as many threads as there are cores. A Hopper kernel in interpretation holds one for
     each of its warpgroups that waits: of two none is left for the third, for which the others wait. Elsewhere
