@@ -31,9 +31,11 @@ from swiftkv_jax.core.loop import step
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import is_trained, to_slim, to_swiftkv
-from swiftkv_jax.kernels.common.dispatch import ByKind
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.common.pools import Pool, encode
-from swiftkv_jax.kernels.paged_attention import pallas_gpu
+from swiftkv_jax.kernels.paged_attention import pallas_gpu, pallas_tpu
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 
 V2_LITE = json.loads(
     (ROOT / "tests" / "published_configs" / "deepseek-ai--DeepSeek-V2-Lite.json").read_text()
@@ -50,13 +52,29 @@ DEEPSEEK = dataclasses.replace(
 LENGTH, PAGE = 40, 8
 
 
+@pytest.fixture
+def tpu(monkeypatch):
+    """The TPU's kernel runs by its name, interpreted, and rows are as wide as there. What is not made of a
+    temporary pool is NaN."""
+    monkeypatch.delitem(dispatch.PLATFORM_OF, "pallas_tpu")
+    run = partial(pallas_tpu.paged_attention, interpret=True)
+    monkeypatch.setitem(PAGED_ATTENTION, "pallas_tpu", Implementation(run))
+    monkeypatch.setattr(latents, "device", lambda: ("tpu", "TPU v5p", 2))
+    monkeypatch.setattr(latents, "_LANES", 4)
+    monkeypatch.setattr(latents, "_TILE", 16)
+    monkeypatch.setattr(latents.lax, "empty", lambda *what: jnp.full(what[0], jnp.nan, what[1]))
+
+
 @pytest.mark.slow("3-1-None", "2-2-None", "1-4-None")
 @pytest.mark.parametrize(
-    "split, share, chunk", [(None, 1, None), (3, 1, None), (2, 2, None), (1, 4, None), (2, 2, "xla_one_turn")]
+    "split, share, chunk",
+    [
+        *((split, share, None) for split, share in ((None, 1), (3, 1), (2, 2), (1, 4))),
+        *((2, 2, name) for name in ("xla_one_turn", "pallas_tpu")),
+    ],
 )
-def test_any_chunks_give_the_definitions_numbers(split, share, chunk):
+def test_any_chunks_give_the_definitions_numbers(split, share, chunk, tpu):
     """Amid pages of NaN; the last token of each chunk alone survives. Named, a chunk of all is expanded."""
-    assert LATENT.latent.worth_expanding <= LENGTH
     model, params = tiny(DEEPSEEK, DEEPSEEK.plan(split, share))
     tokens = np.random.default_rng(0).integers(0, 67, LENGTH, np.int32)
     x = jax.jit(partial(forward, model))(params, tokens[None])
@@ -101,6 +119,35 @@ def test_expanded_latents_are_read_as_they_are_stored(dtype, sequences):
     long.assert_called_once()
     np.testing.assert_allclose(found["xla_one_turn"], found["reference"], rtol=0, atol=1e-5)
     assert found["reference"].std() > 0.5
+
+
+@pytest.mark.parametrize("start, blocks", [(0, 4), (10, 3), (23, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_tpu_expands_the_pages_in_use(dtype, start, blocks, tpu):
+    """Of a chunk from `start` on, in blocks of ten queries; amid stale pages of NaN."""
+    latent, rng = LATENT.latent, np.random.default_rng(start)
+    q = jnp.asarray(rng.normal(size=(blocks, 10, 4, 18)), jnp.float32)
+    reader = {"kernel": jnp.asarray(rng.normal(size=(4, latent.rank, 14)) / 2, jnp.float32)}
+    data, scale = encode(jnp.asarray(rng.normal(size=(2, 14, 8, 1, 30)), jnp.float32), jnp.dtype(dtype))
+    table = rng.permutation(13)[None, :9]
+    position = start + np.arange(10 * blocks)
+    position[-7:] = -1
+    stale = np.setdiff1d(np.arange(14), table[0, : position.max() // 8 + 1])
+    data = np.pad(data.reshape(2, 14, 8, 30), [(0, 0)] * 3 + [(0, 2)])
+    if scale is None:
+        data[:, stale] = np.nan
+    else:
+        scale = jnp.swapaxes(scale, 2, 3).at[:, stale].set(jnp.nan)
+    pool, position = Pool(jnp.asarray(data), scale), jnp.asarray(position).reshape(blocks, 10)
+    where = jnp.asarray(table), jnp.zeros(blocks, int), position
+    with mock.patch.object(latents, "_in_use", wraps=latents._in_use) as expanded:
+        found, want = (
+            Latents().read(LATENT, reader, q, Paged((pool,), 1, *where, 99, 72, name))
+            for name in ("pallas_tpu", "reference")
+        )
+    expanded.assert_called_once()
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    assert want.std() > 0.5
 
 
 def test_a_row_is_a_latent_and_the_rotary_part_of_keys_once():

@@ -59,6 +59,7 @@ class Call:
       windows: of the model's layers, all different ones; None: a layer sees everything.
       row: numbers stored of a token that is read whole, keys or inputs. rope: whether such keys turn.
       shared: width of values that are the first numbers of their keys; 0: they have rows of their own.
+      expanded: widths of keys and of values that such rows are expanded to in a long chunk of one sequence.
       dim: width of the stream, rows: made at once, bias, k_norm: of the makers; of a fill.
     """
 
@@ -80,6 +81,7 @@ class Call:
     row: int = 0
     rope: bool = True
     shared: int = 0
+    expanded: tuple[int, ...] = ()
     dim: int = 0
     rows: int = 1
     bias: bool = False

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.case import PagedCase
+from swiftkv_jax.kernels.common.case import Call, PagedCase
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention import api
 
@@ -37,6 +38,17 @@ class Case(PagedCase):
     def options(self) -> dict:
         value = {"value": self.shared} if self.shared else {}
         return {"row": 1, "scale": self.width**-0.5, "window": self.window} | value
+
+    @classmethod
+    def checked(cls, call: Call) -> Iterator[tuple[str, "Case"]]:
+        """Also long blocks over expanded rows, where they are."""
+        yield from super().checked(call)
+        if call.kind == "chunk" and call.expanded:
+            width, value = call.expanded
+            own = {"kv_heads": call.heads, "width": width, "shared": 0, "stored": call.computed}
+            long = replace(call, **own, block=2 * call.block, lanes=1, alone=1)
+            *_, (where, case) = super().checked(long)
+            yield f"expanded, {where}", replace(case, value=value)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:

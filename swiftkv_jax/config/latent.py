@@ -26,14 +26,6 @@ class Latent:
     rotary: int
     value: int
 
-    @property
-    def worth_expanding(self) -> float:
-        """The number of queries of a sequence from which it takes fewer FLOPs to expand its latents to keys
-        and values than to read them as they are: a query and key cost a head 2 (2 R + r) FLOPs over latents
-        and 2 (n + r + v) over keys, and expanding a key 2 R (n + v)."""
-        both = self.plain + self.value
-        return self.rank * both / (2 * self.rank - both) if 2 * self.rank > both else math.inf
-
 
 _NAMES = {
     "rank": "kv_lora_rank",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jax import lax
 
 from swiftkv_jax.config.latent import Latent
 from swiftkv_jax.config.model import ModelConfig
@@ -16,6 +17,7 @@ from swiftkv_jax.kernels.paged_attention.api import paged_attention
 
 _MOST_BYTES = 2 << 30  # of expanded keys and values, which only one layer has at a time
 _LANES = 128  # of a TPU: XLA copies pools whose rows are no multiple of them at every call
+_TILE = 1024  # keys that are expanded together, if any of them is in use
 
 
 class Latents(Form):
@@ -23,8 +25,8 @@ class Latents(Form):
 
     Full sequences expand a latent to the keys and values of every head. Over pages `kv_b_proj` moves to the
     queries and to the weighted sums, so that all heads read the stored row as it is: its key is the whole
-    row, its value the latent. Long chunks are expanded too, if their attention reads all pages of the table
-    anyway. Layers that share a row read it by its maker's `kv_b_proj`.
+    row, its value the latent. Long chunks are expanded too: all pages of the table where XLA reads them
+    anyway, the pages in use for the TPU's kernel. Layers that share a row read it by its maker's `kv_b_proj`.
     """
 
     operation: ClassVar[str] = PAGED
@@ -38,8 +40,7 @@ class Latents(Form):
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
         latent = latent_of(config)
-        width, lanes = latent.rank + latent.rotary, _LANES if device()[0] == "tpu" else 1
-        return (Stored(1, -(-width // lanes) * lanes),)
+        return (Stored(1, _whole_lanes(latent.rank + latent.rotary)),)
 
     def weights(self, config: ModelConfig) -> PyTree:
         latent = latent_of(config)
@@ -66,7 +67,7 @@ class Latents(Form):
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
         latent, (pool,) = latent_of(config), paged.pools
-        if paged.implementation == "xla_one_turn" and _long_chunks(latent, q, paged):
+        if _long_chunks(latent, q, paged):
             return _over_expanded(config, reader, q, paged)
         to_keys, to_values = jnp.split(kernel_of(reader, q.dtype), [latent.plain], axis=-1)
         plain, rotary = jnp.split(q, [latent.plain], axis=-1)
@@ -91,6 +92,11 @@ def expanded(made: Float[Array, "*batch R"], p: PyTree) -> Float[Array, "*batch 
     return jnp.einsum("...r,nrh->...nh", made, kernel_of(p, made.dtype))
 
 
+def expanded_widths(latent: Latent) -> tuple[int, int]:
+    """The widths of a head's keys and values in the temporary pools of a long chunk."""
+    return _whole_lanes(latent.plain + latent.rotary), _whole_lanes(latent.value)
+
+
 def _keys_values(latent: Latent, reader: PyTree, row: Float[Array, "*batch 1 W"]) -> Pair:
     """The keys and values of all heads, from stored rows [*batch, 1, W]."""
     keys, values = jnp.split(expanded(row[..., 0, : latent.rank], reader), [latent.plain], axis=-1)
@@ -100,27 +106,74 @@ def _keys_values(latent: Latent, reader: PyTree, row: Float[Array, "*batch 1 W"]
 
 
 def _long_chunks(latent: Latent, q: Queries, paged: Paged) -> bool:
-    """Whether the sequences have so many queries in the mean, and the keys and values of all of them, which
-    exist at once, fit."""
-    sequences, (heads, width) = len(paged.table), q.shape[2:]
-    keys = paged.table.size * paged.pools[0].data.shape[2]
-    held = keys * heads * (width + latent.value) * q.dtype.itemsize
-    return held <= _MOST_BYTES and paged.position.size >= latent.worth_expanding * sequences
+    """Whether the sequences have so many queries in the mean that it takes fewer FLOPs to expand their rows
+    than to read them as they are, and the keys and values that exist at once fit.
+
+    For a head, a query and key cost 4 FLOPs times the latent's width, or 2 times those of a key and a value,
+    and expanding a key 2 times both; the rotary part is left out. The TPU's kernel computes whole rows. It
+    must have one sequence: the empty queries of several, which count here, it does not compute.
+    """
+    sequences, (_, _, page, row) = len(paged.table), paged.pools[0].data.shape
+    widths = both = sum(expanded_widths(latent))
+    if paged.implementation == "xla_one_turn":
+        row, both = latent.rank, latent.plain + latent.value
+    elif paged.implementation != "pallas_tpu" or sequences > 1:
+        return False
+    fits = paged.table.size * page * q.shape[2] * widths * q.dtype.itemsize <= _MOST_BYTES
+    return fits and paged.position.size * (2 * row - both) >= row * both * sequences
 
 
 def _over_expanded(config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
-    """Attention over the keys and values of all pages of the table, expanded."""
-    (pool,), names = paged.pools, paged.table.reshape(-1)
-    rows = pool.data[paged.row, names].astype(q.dtype)  # [Q * slots, Z, W]
-    if pool.scale is not None:
-        rows = rows * pool.scale[paged.row, names, 0, :, None].astype(q.dtype)
-    made = _keys_values(latent_of(config), reader, rows[:, :, None])
-    keys, values = (Pool(x.reshape(1, *x.shape[:2], -1), None) for x in made)
+    """Attention over expanded keys and values: of the whole table by XLA, of the pages in use by the TPU's
+    kernel. In blocks of as many queries as over latents it would read for longer than it computes."""
+    latent, names, shape, blocks = latent_of(config), paged.table.reshape(-1), q.shape, len(q)
+    if paged.implementation == "xla_one_turn":
+        both = _keys_values(latent, reader, _rows(paged, names, q.dtype)[:, :, None])
+        made = [x.reshape(1, *x.shape[:2], -1) for x in both]
+    else:
+        made, blocks = _in_use(latent, reader, q.dtype, paged), blocks if blocks % 2 else blocks // 2
+        q = _widened(q, expanded_widths(latent)[0])
     table = jnp.arange(len(names), dtype=jnp.int32).reshape(paged.table.shape)
-    options = paged.how | {"row": 0, "scale": config.head_dim**-0.5}
-    return paged_attention(q, (keys, values), table, *paged.places[1:], **options)
+    where = table, paged.sequence[:blocks], paged.position.reshape(blocks, -1)
+    options = paged.how | {"row": 0, "scale": config.head_dim**-0.5, "value": latent.value}
+    q = q.reshape(blocks, -1, *q.shape[2:])
+    return paged_attention(q, tuple(map(Pool, made)), *where, **options).reshape(*shape[:3], -1)
+
+
+def _in_use(latent: Latent, reader: PyTree, dtype, paged: Paged) -> list[Array]:
+    """The keys and values [1, slots, Z, N * width] of one sequence, up to its last query."""
+    (names,), (page, width) = paged.table, paged.pools[0].data.shape[2:]
+    size = min(len(names), max(1, _TILE // page))
+    # A matrix for all heads each, whose products lie as a page does.
+    both = _keys_values(latent, reader, jnp.eye(width, dtype=dtype)[:, None])
+    both = [_widened(x, _whole_lanes(x.shape[-1])).reshape(width, -1) for x in both]
+
+    def tile(i, made):
+        at = jnp.minimum(i * size, len(names) - size)
+
+        def put(made):
+            rows = _rows(paged, lax.dynamic_slice_in_dim(names, at, size), dtype).reshape(-1, width)
+            new = ((rows @ x).reshape(1, size, page, -1) for x in both)
+            return [lax.dynamic_update_slice_in_dim(*each, at, 1) for each in zip(made, new, strict=True)]
+
+        return lax.cond(at * page <= paged.position.max(), put, lambda made: made, made)
+
+    made = [lax.empty((1, len(names), page, x.shape[1]), dtype) for x in both]
+    return lax.fori_loop(0, -(-len(names) // size), tile, made)
+
+
+def _rows(paged: Paged, names, dtype) -> Array:
+    """Whole pages of rows, [pages, Z, W]."""
+    (pool,) = paged.pools
+    rows = pool.data[paged.row, names].astype(dtype)
+    return rows if pool.scale is None else rows * pool.scale[paged.row, names, 0, :, None].astype(dtype)
 
 
 def _widened(x: Float[Array, "*batch w"], width: int) -> Float[Array, "*batch W"]:
     """`x` with zeros up to `width`."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def _whole_lanes(width: int) -> int:
+    """As wide as an array of `width` is stored on this platform."""
+    return -(-width // _LANES) * _LANES if device()[0] == "tpu" else width

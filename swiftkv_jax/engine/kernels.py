@@ -15,6 +15,7 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import NONE
 from swiftkv_jax.core import cache
 from swiftkv_jax.core.form import PAGED
+from swiftkv_jax.core.latent import expanded_widths
 from swiftkv_jax.core.rows import FORMS
 from swiftkv_jax.engine.settings import AUTO, OPERATIONS, SAFE, Settings, named
 from swiftkv_jax.kernels.check import machine as machines
@@ -141,6 +142,7 @@ def calls_of(
     if config.latent:
         rows = {"row": array.width}
         common |= {"kv_heads": 1, "width": array.width, "shared": config.latent.rank}
+        common |= {"expanded": expanded_widths(config.latent)}
     calls = [Call(kind=kind, operation=form.operation, **rows, **common) for kind in ("decode", "chunk")]
     heads = array.heads // shards if array.heads % shards == 0 else array.heads
     write = Call(kind="write", operation="page_write", **common)

@@ -17,7 +17,7 @@ from swiftkv_jax.engine.kernels import calls_of, choose, in_force
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.runner import Runner
 from swiftkv_jax.engine.settings import Settings, named
-from swiftkv_jax.kernels.check.calls import OPERATIONS, known
+from swiftkv_jax.kernels.check.calls import OPERATIONS, known, verdict
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.common import dispatch
@@ -204,6 +204,18 @@ def test_chunks_are_timed_in_the_forms_that_an_accelerator_launches(lanes, fixed
     for _, case in OPERATIONS[chunk.operation].case.sizes(chunk):
         jax.eval_shape(case.timed(name))
     assert seen == launched and len(seen) == forms
+
+
+def test_a_check_of_latents_is_also_of_what_long_chunks_expand():
+    net, _ = tiny.model("deepseek")
+    latent, heads = net.config.latent, net.config.num_heads
+    _, chunk, *_ = calls_of(net.config, net.plan, net.dtype, Settings(max_model_len=512))
+    read, *_, long = (case for _, case in OPERATIONS[chunk.operation].case.checked(chunk))
+    assert (read.kv_heads, read.width, read.shared) == (1, latent.rank + latent.rotary, latent.rank)
+    q, k, v, *_ = long.shapes()[0]
+    assert q.shape[1] == 256 and q.shape[3] == latent.plain + latent.rotary
+    assert (k.shape[-1], v.shape[-1]) == (heads * q.shape[3], heads * latent.value)
+    assert verdict([("", long)], "xla_one_turn")["right"]
 
 
 class Store:
