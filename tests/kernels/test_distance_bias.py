@@ -1,8 +1,10 @@
 """A bias by head and distance, and a soft cap of scores: numpy is the definition, and who does not take one
 refuses it."""
 
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,7 +69,8 @@ def test_over_pages(name, queries, kv_heads, cap):
     wanted = want(q, flat(k, kv_heads), flat(v, kv_heads), bias, position, cap)
     q, k, v, bias = given(q, k, v, bias)
     place = TABLE, SEQUENCE, jnp.asarray(position)
-    got = paged_attention(q, (Pool(k), Pool(v)), *place, bias=bias, softcap=cap, implementation=name)
+    run = jax.jit(functools.partial(paged_attention, softcap=cap, implementation=name))
+    got = run(q, (Pool(k), Pool(v)), *place, bias=bias)
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
@@ -82,10 +85,12 @@ def test_over_pages_of_keys_or_inputs_alone(name, queries):
     for_keys = want(q, flat(rows, HEADS), made[1], bias, position)
     for_inputs = want(q, *made, bias, position)
     q, rows, w_k, w_v, bias = given(q, rows, w_k, w_v, bias)
-    how = {"bias": bias, "implementation": name}
     place = TABLE, SEQUENCE, jnp.asarray(position)
-    np.testing.assert_allclose(k_cache_attention(q, (Pool(rows),), w_v, *place, **how), for_keys, atol=2e-5)
-    got = x_cache_attention(q, (Pool(rows),), w_k, w_v, *place, **how)
+    of_keys, of_inputs = (
+        jax.jit(functools.partial(run, implementation=name)) for run in (k_cache_attention, x_cache_attention)
+    )
+    np.testing.assert_allclose(of_keys(q, (Pool(rows),), w_v, *place, bias=bias), for_keys, atol=2e-5)
+    got = of_inputs(q, (Pool(rows),), w_k, w_v, *place, bias=bias)
     np.testing.assert_allclose(got, for_inputs, atol=2e-5)
 
 
@@ -103,7 +108,8 @@ def test_over_full_sequences(name, cap, monkeypatch):
         wanted[b, t, n] = softmax(scores + bias[n, t - np.arange(t + 1)]) @ v[b, : t + 1, n // 2]
     q, k, v, bias = given(q, k, v, bias)
     segments = jnp.ones((2, LENGTH), jnp.int32)
-    got = causal_attention(q, k, v, segments, 2**30, bias=bias, softcap=cap, implementation=name)
+    run = jax.jit(functools.partial(causal_attention, softcap=cap, implementation=name))
+    got = run(q, k, v, segments, 2**30, bias=bias)
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 

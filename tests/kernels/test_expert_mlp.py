@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,6 +50,9 @@ def test_what_surrounds_the_kernel_of_a_gpu_is_right(monkeypatch):
         assert said["right"], said
 
 
+tiles = jax.jit(xla._tiles, static_argnums=1)
+
+
 @given(
     chosen=st.integers(1, 3).flatmap(
         lambda n: st.lists(st.integers(0, 7), min_size=100 * n, max_size=100 * n)
@@ -60,7 +62,7 @@ def test_what_surrounds_the_kernel_of_a_gpu_is_right(monkeypatch):
 def test_every_assignment_is_in_one_tile_of_its_expert(chosen, experts):
     """An expert from `experts` on belongs to another device."""
     flat = np.array(chosen)
-    number, expert, assigned = jax.device_get(xla._tiles(jnp.array(flat)[:, None], experts))
+    number, expert, assigned = jax.device_get(tiles(flat[:, None], experts))
     live = assigned < len(flat)
     assert sorted(assigned[live]) == np.flatnonzero(flat < experts).tolist()
     for one, row in zip(expert, assigned, strict=True):
