@@ -18,8 +18,6 @@ from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.surgery import to_swiftkv
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
-
 LAYERS = 5
 QUERIES = ("q_proj", "q_norm", "q_a_proj", "q_a_layernorm", "q_b_proj")
 ROWS = ("k_proj", "v_proj", "k_norm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
