@@ -60,7 +60,7 @@ def stepped(model, params, tokens) -> np.ndarray:
     out = None
     for a, b in ((0, 7), (7, TOKENS)):
         where = jnp.arange(a, b), jnp.array([0, b - a]), jnp.array([b - a - 1])
-        out, cache = jax.jit(lambda *given: step(model, *given))(params, tokens[a:b], *where, cache)
+        out, cache = jax.jit(step, static_argnums=0)(model, params, tokens[a:b], *where, cache)
     return np.asarray(out)[0]
 
 
@@ -73,11 +73,12 @@ def test_a_form_is_trained_cached_served_and_saved(plan, monkeypatch, tmp_path):
     model, converted = skv.to_slim(plain, params, "fused")
     tokens = jax.random.randint(jax.random.key(1), (TOKENS,), 0, config.vocab_size)
     want, got = (
-        np.asarray(m.apply({"params": p}, tokens[None])) for m, p in ((plain, params), (model, converted))
+        np.asarray(jax.jit(m.apply)({"params": p}, tokens[None]))
+        for m, p in ((plain, params), (model, converted))
     )
     np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_allclose(stepped(model, converted, tokens), want[0, -1], atol=1e-5)
-    slope = jax.grad(lambda p: forward(model, p, tokens[None]).sum())(converted)
+    slope = jax.jit(jax.grad(lambda p: forward(model, p, tokens[None]).sum()))(converted)
     assert all(np.abs(row["pair_proj"]["kernel"]).max() > 0 for row in slope["rows"])
     skv.save_pretrained(tmp_path, model, converted)
     assert "model.layers.0.self_attn.query_key_value.weight" in load_file(tmp_path / "model.safetensors")

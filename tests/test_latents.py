@@ -65,13 +65,9 @@ def tpu(monkeypatch):
     monkeypatch.setattr(latents.lax, "empty", lambda *what: jnp.full(what[0], jnp.nan, what[1]))
 
 
-@pytest.mark.slow("3-1-None", "2-2-None", "1-4-None")
+@pytest.mark.slow("2-2-None", "1-4-None")
 @pytest.mark.parametrize(
-    "split, share, chunk",
-    [
-        *((split, share, None) for split, share in ((None, 1), (3, 1), (2, 2), (1, 4))),
-        *((2, 2, name) for name in ("xla_one_turn", "pallas_tpu")),
-    ],
+    "split, share, chunk", [(2, 2, None), (1, 4, None), (2, 2, "xla_one_turn"), (2, 2, "pallas_tpu")]
 )
 def test_any_chunks_give_the_definitions_numbers(split, share, chunk, tpu):
     """Amid pages of NaN; the last token of each chunk alone survives. Named, a chunk of all is expanded."""
@@ -111,11 +107,13 @@ def test_expanded_latents_are_read_as_they_are_stored(dtype, sequences):
     sequence = jnp.array([0, 0, 2, 2]) % sequences
     position = jnp.where(jnp.arange(40) < 38, jnp.arange(40) % 20, -1).reshape(4, 10)
     where = table, sequence, position
+
+    @partial(jax.jit, static_argnums=0)
+    def run(name, pool, *where):
+        return form.read(LATENT, reader, q, Paged((pool,), 1, *where, 99, 32, name))
+
     with mock.patch.object(latents, "_over_expanded", wraps=latents._over_expanded) as long:
-        found = {
-            name: form.read(LATENT, reader, q, Paged((pool,), 1, *where, 99, 32, name))
-            for name in ("xla_one_turn", "reference")
-        }
+        found = {name: run(name, pool, *where) for name in ("xla_one_turn", "reference")}
     long.assert_called_once()
     np.testing.assert_allclose(found["xla_one_turn"], found["reference"], rtol=0, atol=1e-5)
     assert found["reference"].std() > 0.5

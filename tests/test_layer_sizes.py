@@ -25,7 +25,6 @@ from swiftkv_jax.config.plan import Prediction
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import layer_pruned
 from swiftkv_jax.distill import least_squares, step
 from swiftkv_jax.distill.data.packing import Batch
@@ -339,7 +338,7 @@ def test_a_least_squares_start_finds_the_rows_of_a_layer_behind_others_without(n
     found = least_squares.fit(
         student, whole, *step.teacher_of(student, whole, frozen), [batch] * 3, ridge=1e-9
     )
-    got = logits(student, found, forward(student, found, tokens[:1]))[0]
+    got = jax.jit(student.apply)({"params": found}, tokens[:1])[0]
     np.testing.assert_allclose(got, nas_defined(nas, prompts()[3]), rtol=0, atol=1e-2)
 
 
