@@ -42,9 +42,9 @@ def kl(student, params, own) -> float:
     return float(np.mean([one(batch) for batch in batches(3, seed=9)]))
 
 
-@pytest.mark.parametrize("split, share, most", [(5, 1, 0.0), (2, 2, 0.8), (2, 4, 0.8)])
+@pytest.mark.parametrize("split, share, most", [(5, 1, 0.0), (2, 4, 0.8)])
 def test_it_starts_nearer_to_the_teacher_than_mean_weights(split, share, most, taught):
-    """most: times the KL of the mean weights, that the fitted have; measured: 0.0, 0.65, 0.73."""
+    """most: times the KL of the mean weights, that the fitted have; measured: 0.0, 0.73."""
     plan = CONFIG.plan(split, share)
     student, trained, frozen = steps.prepare(TEACHER, taught, plan, "fold", "swiftkv")
     params = steps.merge(trained, frozen.student)
