@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -40,7 +39,7 @@ class Case(PagedCase):
         return {"row": 1, "scale": self.width**-0.5, "window": self.window} | value
 
     @classmethod
-    def checked(cls, call: Call) -> Iterator[tuple[str, "Case"]]:
+    def checked(cls, call: Call):
         """Also long blocks over expanded rows, where they are."""
         yield from super().checked(call)
         if call.kind == "chunk" and call.expanded:

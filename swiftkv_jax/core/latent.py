@@ -129,18 +129,18 @@ def _over_expanded(config: ModelConfig, reader: PyTree, q: Queries, paged: Paged
     latent, names, shape, blocks = latent_of(config), paged.table.reshape(-1), q.shape, len(q)
     if paged.implementation == "xla_one_turn":
         both = _keys_values(latent, reader, _rows(paged, names, q.dtype)[:, :, None])
-        made = [x.reshape(1, *x.shape[:2], -1) for x in both]
+        keys, values = (Pool(x.reshape(1, *x.shape[:2], -1)) for x in both)
     else:
-        made, blocks = _in_use(latent, reader, q.dtype, paged), blocks if blocks % 2 else blocks // 2
-        q = _widened(q, expanded_widths(latent)[0])
+        keys, values = _in_use(latent, reader, q.dtype, paged)
+        q, blocks = _widened(q, expanded_widths(latent)[0]), blocks if blocks % 2 else blocks // 2
     table = jnp.arange(len(names), dtype=jnp.int32).reshape(paged.table.shape)
     where = table, paged.sequence[:blocks], paged.position.reshape(blocks, -1)
     options = paged.how | {"row": 0, "scale": config.head_dim**-0.5, "value": latent.value}
     q = q.reshape(blocks, -1, *q.shape[2:])
-    return paged_attention(q, tuple(map(Pool, made)), *where, **options).reshape(*shape[:3], -1)
+    return paged_attention(q, (keys, values), *where, **options).reshape(*shape[:3], -1)
 
 
-def _in_use(latent: Latent, reader: PyTree, dtype, paged: Paged) -> list[Array]:
+def _in_use(latent: Latent, reader: PyTree, dtype, paged: Paged) -> list[Pool]:
     """The keys and values [1, slots, Z, N * width] of one sequence, up to its last query."""
     (names,), (page, width) = paged.table, paged.pools[0].data.shape[2:]
     size = min(len(names), max(1, _TILE // page))
@@ -159,7 +159,7 @@ def _in_use(latent: Latent, reader: PyTree, dtype, paged: Paged) -> list[Array]:
         return lax.cond(at * page <= paged.position.max(), put, lambda made: made, made)
 
     made = [lax.empty((1, len(names), page, x.shape[1]), dtype) for x in both]
-    return lax.fori_loop(0, -(-len(names) // size), tile, made)
+    return [Pool(x) for x in lax.fori_loop(0, -(-len(names) // size), tile, made)]
 
 
 def _rows(paged: Paged, names, dtype) -> Array:
