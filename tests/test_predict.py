@@ -20,7 +20,7 @@ from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.loop import step
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Caches, Predicted
-from swiftkv_jax.core.scan import forward as full
+from swiftkv_jax.core.scan import forward
 
 LAYERS, LENGTHS, PAGE, SLOTS, PAGES = 4, (13, 1, 6), 3, 5, 20
 STANDARD = KVPlan.standard(LAYERS)
@@ -35,7 +35,7 @@ PAIRS = {
 }
 # Most of the time is compiling; the numbers are the same without LLVM's optimisations.
 jit = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
-run_step, run_fill = jit(step), jit(predict.fill)
+run_step, run_fill, full = jit(step), jit(predict.fill), jit(forward)
 run_forward = jax.jit(
     predict.forward, static_argnames=("model", "own"), compiler_options={"xla_backend_optimization_level": 0}
 )
@@ -107,9 +107,7 @@ def test_serving_equals_the_definition_for_any_pair_and_chunk(name):
     tokens = np.asarray(prompts())
     x = run_forward(model, params, tokens)
     want = np.asarray(logits(model.base, params["base"], x))[np.arange(len(LENGTHS)), np.array(LENGTHS) - 1]
-    alone = np.asarray(
-        logits(model.base, params["base"], full(model.base, params["base"], jnp.asarray(tokens)))
-    )
+    alone = np.asarray(logits(model.base, params["base"], full(model.base, params["base"], tokens)))
     assert np.abs(alone[0, LENGTHS[0] - 1] - want[0]).max() > 0.1, "prediction must matter"
     for chunk in (5, 2):
         got, _ = serve(model, params, tokens, chunk)
@@ -131,9 +129,10 @@ def test_packed_rows_equal_their_sequences_run_separately():
 def test_long_sequences_are_read_in_blocks(monkeypatch):
     model, params = pair("standard")
     tokens = prompts()
-    want = predict.forward(model, params, tokens)
+    want = run_forward(model, params, tokens)
     monkeypatch.setattr(predict, "_BLOCK", 5)
-    np.testing.assert_allclose(predict.forward(model, params, tokens), want, rtol=0, atol=1e-5)
+    got = jax.jit(functools.partial(predict.forward, model))(params, tokens)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -154,15 +153,19 @@ def test_a_base_that_is_its_own_auxiliary_is_unchanged():
 def test_linen_applies_and_initialises_the_same_parameters():
     model, params = pair("standard")
     tokens = prompts()
-    want = logits(model.base, params["base"], predict.forward(model, params, tokens))
-    np.testing.assert_array_equal(model.apply({"params": params}, tokens), want)
-    made = model.init(jax.random.key(0), tokens)["params"]
+
+    def plain(params):
+        return logits(model.base, params["base"], predict.forward(model, params, tokens))
+
+    want = jax.jit(plain)(params)
+    got = jax.jit(lambda params: model.apply({"params": params}, tokens))(params)
+    np.testing.assert_array_equal(got, want)
+    made = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(lambda w: w.shape, predict.described(model))
     cut = predict.split_layers(model, params)
     assert jax.tree.map(jnp.shape, cut) == jax.tree.map(lambda w: w.shape, predict.described(model, None))
-    np.testing.assert_allclose(
-        predict.forward(model, cut, tokens), predict.forward(model, params, tokens), rtol=0, atol=1e-6
-    )
+    streams = (run_forward(model, each, tokens) for each in (cut, params))
+    np.testing.assert_allclose(*streams, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("plan", [STANDARD, KVPlan.swiftkv(LAYERS, 2), KVPlan.swiftkv(LAYERS, 1, 2)])

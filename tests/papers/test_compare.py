@@ -2,7 +2,7 @@
 
 import json
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from tiny_models import PLAIN, tiny
@@ -16,8 +16,6 @@ from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict
-from swiftkv_jax.core.ends import logits
-from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill.data.sources import open_documents, split_of
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -52,7 +50,7 @@ def test_prompts_are_the_beginnings_of_held_out_documents_of_every_length(text):
 
 def test_answers_by_rows_and_by_prompts_are_the_models_own_when_nothing_is_left_out():
     model, params = tiny(PLAIN, KVPlan.standard(4))
-    scores = np.asarray(logits(model, params, forward(model, params, jnp.asarray(ROWS))), np.float64)
+    scores = np.asarray(jax.jit(model.apply)({"params": params}, ROWS), np.float64)
     scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
     at = np.take_along_axis(scores, PROMPTS.lengths[..., None] - 1, axis=1)
     want = -np.take_along_axis(at, PROMPTS.targets[..., None], axis=2)[..., 0]
