@@ -227,7 +227,8 @@ def run_two(file: Path, out: Path, *more: str, disk: bool = False):
 
 @pytest.mark.slow
 def test_two_processes_stop_after_one_step_when_one_of_them_meets_a_broken_row(file, tmp_path, monkeypatch):
-    """After the step before the row's, as one process does; what they saved goes on without the row."""
+    """After the step before the row's, as one process does. How a saved run goes on is tested above, and from
+    two processes to one in test_loop.py."""
     monkeypatch.setattr(data, "_TRIED", 0)
     assert run(file, tmp_path / "alone") == 2
     done = run_two(file, tmp_path / "out")
@@ -235,8 +236,6 @@ def test_two_processes_stop_after_one_step_when_one_of_them_meets_a_broken_row(f
     assert all("chats.jsonl:77: " in process.stderr for process in done)
     (step,) = saved(tmp_path / "out")
     assert [step] == saved(tmp_path / "alone") and f"saved step {step}" in done[0].stdout
-    assert run(file, tmp_path / "out", "--set", "data.skip_bad_lines=True", "--resume") == 0
-    assert exported(tmp_path / "out")
 
 
 @pytest.mark.slow
