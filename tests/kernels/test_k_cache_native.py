@@ -50,6 +50,7 @@ def test_native_agrees_with_the_definition_in_both_orders(name):
 
 @pytest.mark.slow
 @NEEDS_COMPILER
+@pytest.mark.parametrize("narrow", ["x86-64"], indirect=True)
 def test_native_agrees_on_narrower_vectors(narrow, monkeypatch):
     monkeypatch.setattr(native_cpu, "TARGET", f"row_attention_{narrow}")
     for case in (NATIVE[name] for name in ("gap", "half", "width20", "int8", "float8", "long")):

@@ -135,6 +135,7 @@ def test_any_shape(dtype, tokens, page, heads, width, rows, computed):
 
 @NEEDS_COMPILER
 @pytest.mark.slow
+@pytest.mark.parametrize("narrow", ["x86-64"], indirect=True)
 def test_narrower_vectors(narrow, monkeypatch):
     monkeypatch.setattr(native_cpu, "TARGET", f"page_write_{narrow}")
     for dtype in DTYPES:

@@ -223,7 +223,11 @@ def many(*lengths: int) -> tuple[int, ...]:
     return tuple(itertools.islice(itertools.cycle(lengths), 4 * (os.cpu_count() or 1)))
 
 
-NATIVE = cases.SMALL | {
+# In C++ other widths and groups of heads are loops of other lengths, of which the cases below have more.
+NATIVE = {
+    name: case for name, case in cases.SMALL.items() if name not in ("gqa1", "gqa4", "width96", "width128")
+}
+NATIVE |= {
     "half": cases.Case(lengths=(1, 40, 100), stored="float16"),
     "narrow": cases.Case(lengths=(1, 60), width=20, value=24, page=5, slots=12),
     "narrow_chunk": cases.Case(lengths=(33, 60), queries=7, width=20, heads=6, page=5, slots=12),
@@ -253,6 +257,7 @@ def test_native_agrees_with_the_definition(name):
 
 @pytest.mark.slow
 @NEEDS_COMPILER
+@pytest.mark.parametrize("narrow", ["x86-64", "haswell"], indirect=True)
 def test_native_agrees_on_narrower_vectors(narrow, monkeypatch):
     monkeypatch.setattr(native_cpu, "TARGET", f"paged_attention_{narrow}")
     for name in (
