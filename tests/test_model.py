@@ -102,7 +102,7 @@ def check_step(plan, config, chunks, choose=lambda i: True) -> int:
 
 OF_OWN_SIZES = [("standard", SIZED), ("split1x2", SIZED), ("split2", REPEATED)]
 EVERY = [(plan, ODD) for plan in PLANS] + OF_OWN_SIZES + [("split2", MOE)]
-OF_LATENTS = [(plan, LATENT) for plan in ("standard", "split1x2", "split2x2")]
+OF_LATENTS = [(plan, LATENT) for plan in ("standard", "split1x2")]
 EVERY += OF_LATENTS
 
 
@@ -118,7 +118,6 @@ EVERY += OF_LATENTS
         "moe",
         "latent",
         "latent_split1x2",
-        "latent_split2x2",
     ],
 )
 def test_step_is_forward_for_every_plan(plan, config):
