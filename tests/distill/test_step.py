@@ -43,10 +43,7 @@ MIXED = dataclasses.replace(
 
 
 def teacher_of(seed: int = 0, config: ModelConfig = CONFIG):
-    model = Transformer(config, KVPlan.standard(config.num_layers))
-    params = weights.init(config, model.plan, jax.random.key(seed))
-    noise = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(params))))
-    return model, jax.tree.map(lambda x: x + 0.2 * jax.random.normal(next(noise), x.shape), params)
+    return tiny(config, KVPlan.standard(config.num_layers), seed)
 
 
 def packed_batch(rows: int = 4, length: int = 21) -> Batch:
