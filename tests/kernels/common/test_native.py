@@ -86,10 +86,10 @@ def test_a_cache_that_others_can_write_is_not_run(home):
 
 @pytest.mark.slow
 def test_concurrent_and_later_processes_compile_a_file_once(home, tmp_path, monkeypatch):
-    """A compiler that counts its calls is used by two processes at once and by a later one."""
+    """A compiler that counts its calls, and is quick, is used by two processes at once and by a later one."""
     real = shutil.which("c++") or pytest.skip("needs a C++ compiler named c++")
     count = tmp_path / "count"
-    script = f'test "$1" = --version || echo once >> {count}; exec {real} "$@"'
+    script = f'test "$1" = --version || echo once >> {count}; exec {real} "$@" -O0'
     monkeypatch.setenv("PATH", compiler(tmp_path / "bin", script))
     said = f"from swiftkv_jax.kernels.common.native import Path, library; library(Path({str(SOURCE)!r}))"
     both = [subprocess.Popen([sys.executable, "-c", said], cwd=SOURCE.parents[3]) for _ in range(2)]
