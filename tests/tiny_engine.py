@@ -129,14 +129,19 @@ def prompts(lengths, seed: int = 0) -> list[list[int]]:
     return [random.integers(0, 256, length).tolist() for length in lengths]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def full_logits(model: Transformer, params, tokens):
+    """[B, T, V] of the full forward pass."""
+    return model.apply({"params": params}, tokens)
+
+
 def greedy(model: Transformer, params, prompt: list[int], count: int) -> list[int]:
     """The argmax of the full forward pass over everything so far, `count` times."""
-    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
     tokens = list(prompt)
     for _ in range(count):
         padded = np.zeros((1, CONTEXT), np.int32)
         padded[0, : len(tokens)] = tokens
-        tokens.append(int(jnp.argmax(apply(padded)[0, len(tokens) - 1])))
+        tokens.append(int(np.argmax(full_logits(model, params, padded)[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 

@@ -239,14 +239,13 @@ def test_nothing_compiles_after_warm_up():
 def test_any_number_of_stop_ids_ends_at_the_first_and_not_too_early(changes):
     """More than a launch looks for: the host ends at the others, and rules them out before `min_tokens`."""
     net, params = model("acrosskv")
-    apply = jax.jit(lambda tokens: net.apply({"params": params}, tokens))
 
     def want(prompt: list[int], stops: list[int], least: int) -> list[int]:
         out: list[int] = []
         while len(out) < 20 and not (out and out[-1] in stops):
             padded = np.zeros((1, tiny.CONTEXT), np.int32)
             padded[0, : len(prompt) + len(out)] = prompt + out
-            scores = np.array(apply(padded)[0, len(prompt) + len(out) - 1])
+            scores = np.array(tiny.full_logits(net, params, padded)[0, len(prompt) + len(out) - 1])
             scores[stops if len(out) < least else []] = -np.inf
             out.append(int(scores.argmax()))
         return out
@@ -352,7 +351,7 @@ def test_scores_of_a_model_whose_learned_positions_fill_no_compiled_size():
     )
     llm = LLM.from_model(net, params, tiny.Bytes(), **tiny.SIZES | {"max_model_len": 100})
     prompt = tiny.prompts((100,))[0]
-    raw = jax.nn.log_softmax(net.apply({"params": params}, jnp.asarray([prompt])))[0]
+    raw = jax.nn.log_softmax(tiny.full_logits(net, params, jnp.asarray([prompt])))[0]
     found = [entries[token].logprob for token, entries in zip(prompt[1:], llm.score(prompt)[1:], strict=True)]
     want = [float(raw[i][token]) for i, token in enumerate(prompt[1:])]
     np.testing.assert_allclose(found, want, atol=1e-4)
