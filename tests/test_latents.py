@@ -65,7 +65,7 @@ def tpu(monkeypatch):
     monkeypatch.setattr(latents.lax, "empty", lambda *what: jnp.full(what[0], jnp.nan, what[1]))
 
 
-@pytest.mark.slow("2-2-None", "1-4-None")
+@pytest.mark.slow("2-2-None", "1-4-None", "2-2-xla_one_turn")
 @pytest.mark.parametrize(
     "split, share, chunk", [(2, 2, None), (1, 4, None), (2, 2, "xla_one_turn"), (2, 2, "pallas_tpu")]
 )

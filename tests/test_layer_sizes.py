@@ -148,6 +148,7 @@ def test_openelm_is_its_published_definition_and_comes_back_bit_for_bit(openelm,
     assert skv.ModelConfig.from_hf(tmp_path / "ours") == model.config
 
 
+@pytest.mark.slow
 def test_an_engine_serves_openelm_and_its_student(openelm, tmp_path):
     """Ragged prompts in chunks: greedy tokens of the definition, which those of an untrained student are too
     that is cut before its last layer."""

@@ -91,21 +91,19 @@ def make_model(plan: KVPlan, seed: int = 0, **fields) -> tuple[Transformer, dict
         "qkv_bias": True,
     }
     config = ModelConfig(**(shape | fields))
-    described, tree = jax.tree.flatten(weights.weights(config, plan))
-    keys = jax.random.split(jax.random.key(seed), len(described))
-    leaves = [_loud(weight, key) for weight, key in zip(described, keys, strict=True)]
-    return Transformer(config, plan), jax.tree.unflatten(tree, leaves)
+    make = functools.partial(_loud, random=np.random.default_rng(seed))
+    return Transformer(config, plan), jax.tree.map(make, weights.weights(config, plan))
 
 
-def _loud(weight: weights.Weight, key):
+def _loud(weight: weights.Weight, random: np.random.Generator) -> jax.Array:
     """Gains near 1, small biases, and matrices that keep a stream's size whatever their width."""
-    noise = jax.random.normal(key, weight.shape)
+    noise = random.standard_normal(weight.shape, np.float32)
     if not weight.std:
-        return weight.fill + 0.2 * noise
+        return jnp.asarray(weight.fill + 0.2 * noise, jnp.float32)
     if weight.axes == "V D":
-        return noise
+        return jnp.asarray(noise)
     width = weight.shape[weight.axes.split().index("D")] if "D" in weight.axes else weight.shape[-2]
-    return (4.0 if weight.axes == "D V" else 1.3) * width**-0.5 * noise
+    return jnp.asarray((4.0 if weight.axes == "D V" else 1.3) * width**-0.5 * noise, jnp.float32)
 
 
 @contextlib.contextmanager

@@ -284,6 +284,7 @@ def test_files_written_in_8_bits(family, quantization, tmp_path):
         torch.testing.assert_close(theirs[key], w, rtol=0, atol=0)
 
 
+@pytest.mark.slow("qwen2_moe-cuts1")
 @pytest.mark.parametrize("family, cuts", [("mixtral", None), ("qwen2_moe", ())])
 def test_experts_are_in_8_bits_and_their_routers_are_not(family, cuts, tmp_path):
     """Each expert has scales of its own; written and read again, and never made wide together."""

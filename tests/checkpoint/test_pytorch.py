@@ -147,6 +147,7 @@ def generated(theirs, rows: list[list[int]], **options) -> list[list[int]]:
     return out[:, given["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.slow(*(f"{name}-3" for name in ("gemma", "granite", "olmo2", "glm4", "qwen2_moe", "olmoe")))
 @pytest.mark.parametrize("name, share", CASES)
 def test_logits_are_ours_and_every_tensor_has_its_place(name, share, exported):
     """The logits of every token are compared, and those of the last alone."""

@@ -16,6 +16,7 @@ DIFFERS = "the config of process 1 differs from that of process 0; give all the 
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_is_raised_in_all():
     command = [sys.executable, str(Path(__file__).with_name("agreeing.py"))]
     done = finish(start([command, command], PYTHONPATH=str(ROOT)))

@@ -105,6 +105,7 @@ def test_generated_tokens_are_not_found_by_prompts_in_batch_invariant_mode():
     assert llm.stats["prefix_hits"] == 16  # of 32 whose pages are full
 
 
+@pytest.mark.slow
 def test_words_of_several_tokens_are_forbidden_in_batch_invariant_mode_too():
     """The host looks at every token of these, and lets a decode launch give them one at a time."""
     llm = tiny.make(batch_invariant=True)

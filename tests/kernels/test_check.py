@@ -108,6 +108,7 @@ def test_no_faulty_candidate_is_chosen(strange, folder, monkeypatch):
     assert again.how == "as checked on a chip"
 
 
+@pytest.mark.slow
 def test_a_hanging_candidate_is_killed_within_the_limits(strange, folder):
     """A candidate that is not done in time is killed too, even the safe one, which is chosen all the same."""
     limits, began = Limits(each=2.0, total=30.0), time.monotonic()

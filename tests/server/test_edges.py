@@ -23,6 +23,7 @@ from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_cut_off():
     with Running(make_llm(), warm_up=False, write_timeout_s=0.4) as server:
         text = b'{"prompt": "' + b"a" * 1_900_000 + b'"}'

@@ -60,6 +60,7 @@ def converted(folder, text, tmp_path_factory):
     return json.loads((out / "slim.json").read_text()), out
 
 
+@pytest.mark.slow
 def test_rows_with_badly_conditioned_keys_stay_keys_and_values(converted):
     found, out = converted
     assert [row["form"] for row in found["rows"]] == ["k", "kv", "kv", "k"]

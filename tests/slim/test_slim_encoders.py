@@ -69,6 +69,7 @@ def run(folder, out, *flags) -> dict:
     return json.loads((out / "slim.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_decoder_reads_what_the_model_says_of_each_piece(t5, text):
     """Its own greedy answer, as transformers generates it; documents are whole in one of the halves."""
     model, params = skv.from_pretrained(t5)
