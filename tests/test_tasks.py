@@ -336,6 +336,11 @@ def test_choices_are_those_of_transformers_and_a_stopped_run_goes_on(data, tmp_p
         right = [int(np.argmax(x)) == int(item["label"]) for x in (want, by_length)]
         assert row["scores"] == {"acc": [right[0], 1], "acc_norm": [right[1], 1]}
 
+    for row in (row for row in rows if row["task"] == "retrieval"):
+        turn = [{"role": "user", "content": row["prompt"]}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        assert 0 <= (150, 300)[row["item"] % 2] - (len(ids) + 12) < 40, "prompt and answer fill the length"
+
     assert "1 items are left out" in told[0]
     assert all(re.search(r"\+0\.000 ± 0\.000$", line) for line in told[1:]), (
         "the same model, so no difference"

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,7 +44,7 @@ def parser() -> Parser:
     p.flag("MODEL", "a folder or a hub id")
     p.flag("--tasks T,T,...", f"of {', '.join(TASKS)}", required=True)
     p.flag("--files DIR", "the folder with the tasks' files (docs/evaluation.md)", type=Path)
-    lengths = "most tokens of retrieval's prompts (default: %(default)s)"
+    lengths = "most tokens of retrieval's prompts, each with its answer (default: %(default)s)"
     p.flag("--lengths N,N,...", lengths, default="2048")
     p.flag("--against TEACHER", "the model that MODEL was made of")
     about = f"items of each task, from the first (default: all; of retrieval {ROUND} for each length)"
@@ -114,7 +115,8 @@ def _items(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[Place, dict]:
             raise UsageError(f"--tasks: no task {name!r}{suggest(name, TASKS)}; there are {', '.join(TASKS)}")
         if make := TASKS[name].made:
             count = args.count or ROUND * len(lengths)
-            of_task = list(enumerate(make(lengths, count, lambda text: len(_asked(tokenizer, text)))))
+            answer = _most(name, args.tokens)
+            of_task = list(enumerate(make(lengths, count, partial(_filled, tokenizer, answer))))
         elif args.files is None:
             raise UsageError(f"--tasks {name}: give the folder of its file by --files")
         else:
@@ -136,6 +138,10 @@ def _most(name: str, tokens: int) -> int:
 def _asked(tokenizer: Tokenizer, text: str) -> list[int]:
     """A user's turn as ids."""
     return ids_of(tokenizer, [{"role": "user", "content": text}])
+
+
+def _filled(tokenizer: Tokenizer, answer: int, text: str) -> int:
+    return len(_asked(tokenizer, text)) + answer
 
 
 def reading(tokenizer: Tokenizer, name: str, _number: int, item: dict) -> Reading:

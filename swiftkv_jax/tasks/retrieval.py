@@ -24,7 +24,8 @@ def made(lengths: Sequence[int], items: int, size: Callable[[str], int]) -> list
     in turn, then kinds, then depths.
 
     Args:
-      lengths: most tokens of each prompt, which is filled up to a line. size: of a prompt, in tokens.
+      lengths: most tokens of each prompt, which is filled up to a line. size: of a prompt, with what else
+        must fit, in tokens.
 
     Raises:
       UsageError: no line fits in a length.
