@@ -145,6 +145,7 @@ def _summary() -> tuple[list[str], Rows]:
         share = row["cache bytes per token"] / 3072
         rows.append(["demo, 3.6 M", row["student"], row["context"], f"{gap:.3f}", f"{row['KL']:.3f}"])
         rows[-1] += [f"{row['agreement']:.3f}", None, f"{row['TTFT']:.2f}", f"{share:.0%}"]
+    answers = {(row["model"], row["machine"]): row for row in records("smollm2_answers")}
     models = (("SmolLM2-135M", "smollm2", 30, (20,)), ("Gemma 3 270M", "gemma3", 18, (12, 9)))
     for model, name, layers, splits in models:
         for row in records(name):
@@ -153,10 +154,11 @@ def _summary() -> tuple[list[str], Rows]:
                 title = f"SwiftKV, {split} of {layers} layers, {how}"
                 rows.append([model, title, row["context"], f"{row['gap']:.3f}", f"{row['KL']:.3f}"])
                 first = f"{row['TTFT']:.2f}" if row.get("TTFT") else None
-                rows[-1] += [f"{row['agreement']:.3f}", None, first, "100%"]
-    for row in records("smollm2_answers"):
-        if row["IFEval, strict"]:
-            name = row["model"].replace("split 15", "SwiftKV, 15 of 30 layers") + ", H200"
+                asked = answers.get((f"split {split}, {how}", "CPU"), {}) if row["context"] == 512 else {}
+                rows[-1] += [f"{row['agreement']:.3f}", asked.get("IFEval, strict"), first, "100%"]
+    for (model, machine), row in answers.items():
+        if machine == "H200" or model == "teacher":
+            name = f"{model.replace('split 15', 'SwiftKV, 15 of 30 layers')}, {machine}"
             nats = [f"{row[kind]:.3f}" for kind in ("gap", "KL", "agreement")]
             rows.append(["SmolLM2-135M", name, 512, *nats, row["IFEval, strict"], None, "100%"])
     return columns, rows

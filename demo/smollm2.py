@@ -58,7 +58,7 @@ CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of longer held-ou
 STAGES = ("rewired", "least_squares")  # before training
 # The teacher answers each question about each topic; students train on these chats too, which an epoch takes
 # CHATS times, so that they are about a fifth of its tokens.
-CHATS = 18.0
+CHATS = 9.0
 ASKED = (
     "Explain {} to a child.",
     "Why does {} matter?",
@@ -66,6 +66,12 @@ ASKED = (
     "Write a short story about {}.",
     "What should I know about {}?",
     "Name three facts about {}.",
+    "Write a letter to a friend about {}.",
+    "List five things to know about {}, one a line.",
+    "Write a poem of eight lines about {}.",
+    "Describe {} in two paragraphs.",
+    "Write a dialogue between two people about {}, in at least ten lines.",
+    "Argue for and against {}, in bullet points.",
 )
 TOPICS = (
     "rain,the moon,bread,bicycles,libraries,volcanoes,money,music,cats,elections,computers,sleep,chess,"
@@ -103,7 +109,7 @@ def prompts(out: Path) -> Path:
 
 def experiment(model: Path, split: int, share: int = 1, chats: str = "") -> Experiment:
     """The run of one student: rows of Python's documentation and, with `chats`, of a file of them; solved on
-    65,536 tokens (half as many where two layers share a row), trained on 81,920."""
+    65,536 tokens (half as many where two layers share a row), trained on 327,680."""
     corpus = {"sources": (str(ROOT / "demo" / "corpus.jsonl.xz"),), "long_documents": "fill"}
     shape = {"seq_len": CONTEXT, "batch_size": 4}
     mixed = corpus | {"sources": (*corpus["sources"], chats), "weights": (1.0, CHATS)} if chats else corpus
@@ -114,11 +120,11 @@ def experiment(model: Path, split: int, share: int = 1, chats: str = "") -> Expe
         data=DataConfig(**mixed, **shape, split="train"),
         evaluation=DataConfig(**corpus, **shape, split="held_out"),
         evaluation_batches=8,
-        loss=LossConfig(chunk_mib=64.0),
+        loss=LossConfig(temperature=1.0, chunk_mib=64.0),
         optimizer=OptimizerConfig(learning_rate=5e-4, beta2=0.98, weight_decay=0.0),
         mesh=MeshConfig(fsdp=1, tensor=-1),
         dtype="float32",
-        steps=40,
+        steps=160,
         remat=False,
         log_every=1,
         checkpoint_every=0,
@@ -173,8 +179,7 @@ def convert(change, out: Path) -> tuple[dict, Path]:
             found[name] = before_training(run)
             for when in STAGES:
                 print(f"{when.replace('_', ' '):14s} {figures(found[name][when])}")
-            if share == 1:
-                run.export(folder / "least_squares")
+            run.export(folder / "least_squares")
             if (split, share) != (DISTILLED, 1):
                 continue
             found[name]["least_squares_long"] = long_rows(run)
