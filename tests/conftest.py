@@ -111,7 +111,7 @@ def programs():
     hold 65 530 maps (vm.max_map_count); beyond, XLA aborts it."""
     yield
     with open("/proc/self/maps", "rb") as maps:
-        many = sum(1 for _ in maps) > 20_000
+        many = sum(1 for _ in maps) > 30_000
     if many:
         jax.clear_caches()
         gc.collect()

@@ -65,7 +65,7 @@ def tpu(monkeypatch):
     monkeypatch.setattr(latents.lax, "empty", lambda *what: jnp.full(what[0], jnp.nan, what[1]))
 
 
-@pytest.mark.slow("2-2-None", "1-4-None", "2-2-xla_one_turn")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split, share, chunk", [(2, 2, None), (1, 4, None), (2, 2, "xla_one_turn"), (2, 2, "pallas_tpu")]
 )
@@ -119,6 +119,7 @@ def test_expanded_latents_are_read_as_they_are_stored(dtype, sequences):
     assert found["reference"].std() > 0.5
 
 
+@pytest.mark.slow("float32-0-4", "float32-10-3", "int8-0-4", "int8-23-4")
 @pytest.mark.parametrize("start, blocks", [(0, 4), (10, 3), (23, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_tpu_expands_the_pages_in_use(dtype, start, blocks, tpu):

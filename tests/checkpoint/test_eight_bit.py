@@ -369,6 +369,7 @@ def test_weights_that_answer_after_a_run_stay_in_8_bits(tmp_path):
     assert_same(kernels(got["layers"]), kernels(params["layers"]))
 
 
+@pytest.mark.slow
 def test_an_engine_computes_with_8_bit_weights(tmp_path):
     """A student's tokens are those of the same weights in float32, by pages, with a fused fill or not."""
     dense = hf_models.save(hf_models.make("llama2"), tmp_path / "dense")

@@ -155,6 +155,7 @@ def terms64(model: Predicted, params, batch: Batch, temperature: float) -> dict[
     return {name: x / (real if name == "rows" else counted) for name, x in found.items()}
 
 
+@pytest.mark.slow
 def test_terms_are_those_of_a_definition_in_float64():
     model, params = pair("standard")
     batch = packed_batch()

@@ -108,6 +108,7 @@ def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected)
 
 
+@pytest.mark.slow
 def test_frozen_weights_in_8_bits():
     """Layers 1 to 3 are in 8 bits, as are rows: what trains starts from q * s, what does not is the teacher's
     own arrays, and the loss is that of the teacher with q * s."""

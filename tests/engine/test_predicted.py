@@ -142,6 +142,7 @@ def test_bytes_of_both_pools_are_reported_separately():
     assert llm.stats["cache_bytes"] == sum(pool.nbytes for pool in runner.pools)
 
 
+@pytest.mark.slow("int8")
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_scores_are_those_of_what_is_served(dtype):
     """The likelihood of the first token of every prompt length, against the engine's own."""
