@@ -80,7 +80,7 @@ def student_of(folder, split: int = 2, share: int = 1):
     return skv.to_swiftkv(model, params, plan)
 
 
-@pytest.mark.slow(*SERVED[2:])
+@pytest.mark.slow(*SERVED[1:])
 @pytest.mark.parametrize("name", SERVED)
 def test_served_greedy_tokens_are_those_that_transformers_generates(name, folders):
     """Ragged prompts, in chunks of 32 tokens, six of them in four lanes."""
@@ -88,7 +88,7 @@ def test_served_greedy_tokens_are_those_that_transformers_generates(name, folder
     assert tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == generated(folders(name))
 
 
-@pytest.mark.slow(*SERVED[2:])
+@pytest.mark.slow(*SERVED[1:])
 @pytest.mark.parametrize("name", SERVED)
 def test_a_student_serves_what_its_definition_says(name, folders, tmp_path):
     """The student has shared rows, and is read again from its own folder."""

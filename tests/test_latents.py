@@ -119,7 +119,7 @@ def test_expanded_latents_are_read_as_they_are_stored(dtype, sequences):
     assert found["reference"].std() > 0.5
 
 
-@pytest.mark.slow("float32-0-4", "float32-10-3", "int8-0-4", "int8-23-4")
+@pytest.mark.slow("float32-0-4", "float32-10-3", "float32-23-4", "int8-0-4", "int8-23-4")
 @pytest.mark.parametrize("start, blocks", [(0, 4), (10, 3), (23, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_tpu_expands_the_pages_in_use(dtype, start, blocks, tpu):

@@ -42,6 +42,7 @@ def kl(student, params, own) -> float:
     return float(np.mean([one(batch) for batch in batches(3, seed=9)]))
 
 
+@pytest.mark.slow("5-1-0.0")
 @pytest.mark.parametrize("split, share, most", [(5, 1, 0.0), (2, 4, 0.8)])
 def test_it_starts_nearer_to_the_teacher_than_mean_weights(split, share, most, taught):
     """most: times the KL of the mean weights, that the fitted have; measured: 0.0, 0.73."""

@@ -49,6 +49,7 @@ def test_xla_gives_the_same_in_both_orders(name, values_first):
     agree(case, jax.jit(run)(*args, **arrays), exact(case, args, arrays))
 
 
+@pytest.mark.slow("float32-False-xla")
 @pytest.mark.parametrize(
     "stored, rope, how", [("float32", True, "xla"), ("int8", True, "xla_one_turn"), ("float32", False, "xla")]
 )

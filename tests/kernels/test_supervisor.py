@@ -59,6 +59,7 @@ def supervisor(tmp_path):
         yield supervisor
 
 
+@pytest.mark.slow
 def test_lines_of_a_group_share_a_process(supervisor):
     first, second = supervisor.run(line("work")), supervisor.run(line("work", 11.0))
     assert first["status"] == second["status"] == "done" and first["pid"] == second["pid"]

@@ -112,7 +112,7 @@ SCALED = [  # of a context of 7 tokens; the sequences have 14
 ]
 
 
-@pytest.mark.slow("random", "skip", "static")
+@pytest.mark.slow("random", "skip", "static", "dynamic")
 @pytest.mark.parametrize(
     "name, rope",
     [pytest.param(name, RopeConfig(), id=name) for name in NOTHING]
@@ -133,6 +133,7 @@ def test_greedy_tokens_are_the_models_own_when_nothing_is_left_out(name, rope):
     assert generate(model, params, NOTHING[name], prompts, 6) == want
 
 
+@pytest.mark.slow
 def test_random_pruning_keeps_the_first_the_last_and_a_share_and_answers_by_these_alone(plain, rows, follow):
     tokens, lengths = rows
     steps = follow(SOME["random"])
@@ -145,6 +146,7 @@ def test_random_pruning_keeps_the_first_the_last_and_a_share_and_answers_by_thes
         agrees(steps, row, Kept(plain, tokens[row, :length], kept), tokens[row, length:])
 
 
+@pytest.mark.slow
 def test_static_pruning_keeps_what_the_last_token_looks_at_in_the_first_quarter(plain, rows, follow):
     tokens, lengths = rows
     steps = follow(SOME["static"])

@@ -48,6 +48,7 @@ def test_prompts_are_the_beginnings_of_held_out_documents_of_every_length(text):
     assert found.tokens[0].tolist() == tokenizer.encode(held_out.text)[:64]
 
 
+@pytest.mark.slow
 def test_answers_by_rows_and_by_prompts_are_the_models_own_when_nothing_is_left_out():
     model, params = tiny(PLAIN, KVPlan.standard(4))
     scores = np.asarray(jax.jit(model.apply)({"params": params}, ROWS), np.float64)

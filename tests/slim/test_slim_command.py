@@ -168,6 +168,7 @@ def of_family(family: str, text, tmp_path, *flags: str, **fields) -> tuple[dict,
     return json.loads((out / "slim.json").read_text()), skv.from_pretrained(out)[0].plan
 
 
+@pytest.mark.slow
 def test_auto_takes_inputs_where_nothing_turns_keys(text, tmp_path):
     """GPT-2: keys, values and inputs are of one size, and inputs measure best."""
     found, plan = of_family("gpt2", text, tmp_path, "--cache-dtype", "bfloat16", **hf_models.GPT2)
