@@ -154,7 +154,8 @@ def _summary() -> tuple[list[str], Rows]:
                 title = f"SwiftKV, {split} of {layers} layers, {how}"
                 rows.append([model, title, row["context"], f"{row['gap']:.3f}", f"{row['KL']:.3f}"])
                 first = f"{row['TTFT']:.2f}" if row.get("TTFT") else None
-                asked = answers.get((f"split {split}, {how}", "CPU"), {}) if row["context"] == 512 else {}
+                asked = answers.get((f"split {split}, {how}", "CPU"), {})
+                asked = asked if (name, row["context"]) == ("smollm2", 512) else {}
                 rows[-1] += [f"{row['agreement']:.3f}", asked.get("IFEval, strict"), first, "100%"]
     for (model, machine), row in answers.items():
         if machine == "H200" or model == "teacher":

@@ -40,10 +40,9 @@ def family(name: str) -> str:
 
 DECODERS = [name for name in FOLDERS if family(name) not in ("t5", "whisper")]
 QUICK = (  # one of each form of tokenizer and of weights; the others are slow
-    "google--gemma-3-1b-it",
-    "meta-llama--Llama-3.1-8B-Instruct",
+    "google--gemma-3-1b-it", "meta-llama--Llama-3.1-8B-Instruct", "microsoft--Phi-3-mini-4k-instruct",
     "openai-community--gpt2",
-)
+)  # fmt: skip
 
 
 def same_files(one, other) -> None:

@@ -116,7 +116,7 @@ def _items(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[Place, dict]:
         if make := TASKS[name].made:
             count = args.count or ROUND * len(lengths)
             answer = _most(name, args.tokens)
-            of_task = list(enumerate(make(lengths, count, partial(_filled, tokenizer, answer))))
+            of_task = list(enumerate(make(lengths, count, partial(_size_with_answer, tokenizer, answer))))
         elif args.files is None:
             raise UsageError(f"--tasks {name}: give the folder of its file by --files")
         else:
@@ -140,7 +140,7 @@ def _asked(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids_of(tokenizer, [{"role": "user", "content": text}])
 
 
-def _filled(tokenizer: Tokenizer, answer: int, text: str) -> int:
+def _size_with_answer(tokenizer: Tokenizer, answer: int, text: str) -> int:
     return len(_asked(tokenizer, text)) + answer
 
 

@@ -125,7 +125,8 @@ def _long_chunks(latent: Latent, q: Queries, paged: Paged) -> bool:
 
 def _over_expanded(config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Mixed:
     """Attention over expanded keys and values: of the whole table by XLA, of the pages in use by the TPU's
-    kernel. In blocks of as many queries as over latents it would read for longer than it computes."""
+    kernel, which takes two blocks of queries as one. Each block reads all keys, and these are ten times as
+    many bytes as latents."""
     latent, names, shape, blocks = latent_of(config), paged.table.reshape(-1), q.shape, len(q)
     if paged.implementation == "xla_one_turn":
         both = _keys_values(latent, reader, _rows(paged, names, q.dtype)[:, :, None])
@@ -175,5 +176,5 @@ def _widened(x: Float[Array, "*batch w"], width: int) -> Float[Array, "*batch W"
 
 
 def _whole_lanes(width: int) -> int:
-    """As wide as an array of `width` is stored on this platform."""
+    """`width`, on TPUs rounded up to whole lanes."""
     return -(-width // _LANES) * _LANES if device()[0] == "tpu" else width

@@ -115,7 +115,7 @@ def run(
             continue
         forms = [FORMS[plan.rows[row].form] for row in rows]
         own = [form.reader(weights.row(params, row)) for form, row in zip(forms, rows, strict=True)]
-        readers = list(map(reader_of, forms, own, p["attentions"]))
+        readers = [reader_of(*each) for each in zip(forms, own, p["attentions"], strict=True)]
         maker = plan.rows[rows[0]].maker
         reads: list[Any] = [
             partial(cache.attend, rows[0], readers[0], batch=batch, window=kind.window, bias=bias)
