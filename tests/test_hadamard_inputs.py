@@ -47,6 +47,18 @@ def test_a_transformed_input_gives_its_keys_by_transformed_weights():
         assert np.abs(np.asarray(got) - x @ w).max() < 1e-12
 
 
+def test_keys_of_sixteen_bit_inputs_lose_less_where_a_large_number_meets_large_weights():
+    """Whisper-base has one of 22 among inputs of 0.6, before weights seven times as large as others."""
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=(40, 384)).astype(np.float32), random.normal(size=(384, 60)).astype(np.float32)
+    x[:, 5] *= 30
+    w[5] *= 7
+    ways = (x, w), (hadamard(jnp.asarray(x)), hadamard(jnp.asarray(w.T), inverse=True).T)
+    errors = (x.astype(jnp.bfloat16).astype(np.float32) @ w - x @ w for x, w in map(jax.device_get, ways))
+    stored, transformed = (np.sqrt(np.mean(error**2)) for error in errors)
+    assert transformed < stored / 3, (transformed, stored)
+
+
 @pytest.mark.slow("swiftkv")
 @pytest.mark.parametrize("plan", ["standard", "swiftkv"])
 def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan):
@@ -60,10 +72,7 @@ def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan
     assert hadamard_inputs(llm.model, llm.params) == (llm.model, llm.params)  # once is enough
 
 
-@pytest.mark.slow("bfloat16-3")
-@pytest.mark.parametrize("dtype, times", [("bfloat16", 3), ("int8", 10)])
-def test_a_large_number_among_the_inputs_spoils_no_others(dtype, times):
-    """Whisper-base has one of 22 among inputs of 0.6, before weights seven times as large as the others."""
+def test_a_large_number_among_inputs_spoils_no_others_in_eight_bits():
     plain, params = tiny.make_model(tiny.PLANS["standard"], **FREE | {"hidden_size": 128, "head_dim": 32})
     layers = []
     for stack in params["layers"]:
@@ -76,8 +85,8 @@ def test_a_large_number_among_the_inputs_spoils_no_others(dtype, times):
     ]
     params = params | {"layers": layers, "rows": rows}
     tokens = np.asarray(tiny.prompts([40] * 8))
-    ways = Reference(plain, params, Pieces(tokens, np.ones(tokens.shape, bool)), dtype)
+    ways = Reference(plain, params, Pieces(tokens, np.ones(tokens.shape, bool)), "int8")
     rows = to_slim(plain, params, "x")
     (inputs, _), (transformed, _) = ways.distance(*rows), ways.distance(*hadamard_inputs(*rows))
     (kept, _) = ways.distance(plain, params)
-    assert transformed < inputs / times and transformed < 2 * kept, (inputs, transformed, kept)
+    assert transformed < inputs / 10 and transformed < 2 * kept, (inputs, transformed, kept)

@@ -54,7 +54,7 @@ def test_answers_do_not_depend_on_the_batch():
         assert tokens(llm.generate([prompts[i]], KINDS[i], use_tqdm=False)) == tokens(together[i : i + 1])
     long = make(steps_per_launch=16).generate(prompts, list(KINDS), use_tqdm=False)
     assert tokens(long) == tokens(together)  # what a lane has met is carried from launch to launch
-    assert len({tuple(t) for t in tokens(llm.generate([prompts[0]] * 5, list(KINDS), use_tqdm=False))}) == 5
+    assert len({tuple(t) for t in tokens(llm.generate([prompts[4]] * 5, list(KINDS), use_tqdm=False))}) == 5
 
 
 def test_eos_ids_stop_ids_and_stop_strings_end_requests():
