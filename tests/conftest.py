@@ -54,9 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     optimisations, and that emitter on JAX 0.11 and in processes that they start.
 
     XLA has by default as many threads as there are cores. A Hopper kernel in interpretation holds one for
-    each of its warpgroups that waits: of two none is left for the third, for which the others wait. Elsewhere
-    more threads than cores only get in each other's way, so more are for the slow tests, among which those
-    kernels are.
+    each of its warpgroups that waits: of two none is left for the third, for which the others wait. So slow
+    tests, among which those kernels are, have four; a process that one of them starts has one, since another
+    worker keeps the other core busy.
     """
     marks = config.option.markexpr
     if marks == "slow":
@@ -66,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = flags if _QUICK_XLA in flags else f"{flags} {_QUICK_XLA}".strip()
         jax.config.update(_QUICK, True)
+    if marks == "slow":
+        jax.devices()
+        os.environ["NPROC"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select

@@ -119,13 +119,9 @@ CASES = {  # name -> (shape, plan, form, devices, settings); of a pair: base, au
     "prediction on 4": (GQA, SMALL, "pair", 4, {}),
     "latents and experts on 4": (DEEPSEEK, DEEPSEEK.plan(1, 2), "kv", 4, {}),
     "a norm over all heads on 4": (OLMO2, PLANS["acrosskv"], "kv", 4, {}),
-    "swiftkv on 2": (GQA, PLANS["swiftkv"], "kv", 2, {}),
-    "acrosskv on 4": (GQA, PLANS["acrosskv"], "kv", 4, {}),
-    "int8 keys alone on 2": (MHA, PLANS["acrosskv"], "k", 2, {"cache_dtype": "int8"}),
     "values alone on 4": (GPT2, PLANS["swiftkv"], "v", 4, {}),
     "inputs on 4": (GPT2, PLANS["swiftkv"], "x", 4, {}),
     "drafts on 4": (GQA, PLANS["swiftkv"], "kv", 4, {"drafts": 2}),
-    "prediction with int8 rows on 2": (GQA, MHA, "pair", 2, {"cache_dtype": "int8"}),
 }
 
 

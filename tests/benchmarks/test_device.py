@@ -112,8 +112,7 @@ def bare(tmp_path_factory) -> str:
     return wheels.virtual(python, tmp_path_factory.mktemp("bare"), "--requirement", str(packages))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.soak
 def test_a_rehearsal_with_the_packages_of_a_bare_machine_lacks_nothing_and_survives_kill_9(bare, tmp_path):
     flags = ["--shape", "tiny", "--minutes", "20", "--output", str(tmp_path), "--resume", str(tmp_path)]
     run = [bare, "-m", "benchmarks.device", *flags, "--model", "demo/teacher"]

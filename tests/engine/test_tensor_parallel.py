@@ -11,13 +11,9 @@ CASES = {
     "keys alone on 4": 1.0,  # a value is made of all of a key
     "prediction on 4": 1 / 4,  # of the base's pool
     "latents and experts on 4": 1.0,  # all heads read one latent
-    "swiftkv on 2": 1 / 2,
-    "acrosskv on 4": 1 / 4,
-    "int8 keys alone on 2": 1.0,
     "values alone on 4": 1.0,
     "inputs on 4": 1.0,
     "drafts on 4": 1 / 4,
-    "prediction with int8 rows on 2": 1 / 2,
 }
 
 
