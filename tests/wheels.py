@@ -63,8 +63,8 @@ def virtual(python: str, folder: Path, *packages: str) -> str:
     """The interpreter of a new virtual environment in `folder`, with `packages` as pip finds them."""
     subprocess.run([python, "-m", "venv", str(folder)], check=True, env=environment(), timeout=300)
     inside = str(folder / "bin" / "python")
-    command = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
-    subprocess.run(command, check=True, env=environment(), timeout=1200)
+    pip = [inside, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
+    subprocess.run([*pip, *packages], check=True, env=environment(), timeout=1200)
     return inside
 
 
