@@ -16,7 +16,7 @@ import wheels
 
 NOTEBOOKS = {path.stem: path for path in sorted((wheels.ROOT / "notebooks").glob("*.ipynb"))}
 SOURCE = re.compile(r'^SOURCE = ""$', re.MULTILINE)
-FEWER = '"evaluation_batches=2", "plan.init_tokens=16384"'
+FEWER = {'"evaluation_batches=8"': '"evaluation_batches=2", "plan.init_tokens=16384"', "16_384": "4_096"}
 LARGEST_PLOT = 60_000  # bytes
 # A cell that begins with %%bash is bash, as in Jupyter. What the last line asks for is the test's own.
 RUN = """
@@ -77,7 +77,9 @@ def run(lane, name: str, folder: Path, *wanted: str, **variables: str) -> tuple[
         start_new_session=True,
     )
     try:
-        sources = [cell["source"].replace('"evaluation_batches=8"', FEWER) for cell in cells(name)]
+        sources = [cell["source"] for cell in cells(name)]
+        for more, fewer in FEWER.items():
+            sources = [source.replace(more, fewer) for source in sources]
         request = json.dumps([sources, ["DEMO", *wanted]])
         out, err = child.communicate(request, timeout=1800)
     finally:
