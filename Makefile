@@ -36,7 +36,7 @@ demo-whisper: $(VENV)/.whisper
 	$(BIN)/python demo/whisper.py
 
 test: $(VENV)/.test
-	@echo "All fast tests, on CPU; 6 minutes on 2 idle cores. make test-slow: long runs, real processes and browsers."
+	@echo "All fast tests, on CPU; 6 to 7 minutes on 2 idle cores. make test-slow: long runs, real processes and browsers."
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test

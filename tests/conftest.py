@@ -67,8 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = flags if _QUICK_XLA in flags else f"{flags} {_QUICK_XLA}".strip()
         jax.config.update(_QUICK, True)
     if marks == "slow":
-        jax.devices()
-        os.environ["NPROC"] = "1"
+        jax.devices()  # makes the client, which reads it
+        os.environ["NPROC"] = "1"  # for processes that tests start
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select

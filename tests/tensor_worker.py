@@ -122,6 +122,8 @@ CASES = {  # name -> (shape, plan, form, devices, settings); of a pair: base, au
     "values alone on 4": (GPT2, PLANS["swiftkv"], "v", 4, {}),
     "inputs on 4": (GPT2, PLANS["swiftkv"], "x", 4, {}),
     "drafts on 4": (GQA, PLANS["swiftkv"], "kv", 4, {"drafts": 2}),
+    "int8 keys alone on 2": (MHA, PLANS["acrosskv"], "k", 2, {"cache_dtype": "int8"}),
+    "prediction with int8 rows on 2": (GQA, MHA, "pair", 2, {"cache_dtype": "int8"}),
 }
 
 

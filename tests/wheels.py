@@ -10,7 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("swiftkv_jax", "kernels", "configs", "demo", "pyproject.toml", "README.md", "LICENSE")
-ONE_MODULE = "--xla_cpu_parallel_codegen_split_count=1"  # of LLVM for each program, as in all tests
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
@@ -41,10 +40,8 @@ def install(wheel: Path, folder: Path) -> Path:
 def environment(site: Path | None = None) -> dict[str, str]:
     """The variables of a process that has nothing of this checkout but its caches. It finds `site`, and then
     runs this JAX; another one may lack a flag of these tests, at which XLA would abort."""
-    own = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
-    if site is None:
-        return os.environ | own | {"PYTHONPATH": "", "XLA_FLAGS": ONE_MODULE}
-    return os.environ | own | {"PYTHONPATH": str(site)}
+    place = {"PYTHONPATH": "", "XLA_FLAGS": ""} if site is None else {"PYTHONPATH": str(site)}
+    return os.environ | place | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
 
 
 def found(name: str) -> str | None:

@@ -14,6 +14,8 @@ CASES = {
     "values alone on 4": 1.0,
     "inputs on 4": 1.0,
     "drafts on 4": 1 / 4,
+    "int8 keys alone on 2": 1.0,
+    "prediction with int8 rows on 2": 1 / 2,
 }
 
 
