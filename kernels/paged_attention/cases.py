@@ -54,7 +54,7 @@ class Case(PagedCase):
         widths = {"k": (self.kv_heads, self.width), "v": (self.kv_heads, self.value or self.width)}
         if self.shared:
             del widths["v"]
-        q, pools, scales, where = self.arrays(jax.random.key(seed, impl="rbg"), widths)
+        q, pools, scales, where = self.arrays(seed, widths)
         pools, scales = ({"k": parts["k"], "v": parts.get("v", parts["k"])} for parts in (pools, scales))
         return (q, *pools.values(), *where), {f"{name}_scale": scale for name, scale in scales.items()}
 

@@ -32,6 +32,7 @@ from swiftkv_jax.kernels.page_write.api import page_write, places
 EIGHT_BIT = ("float8_e4m3fn", "int8")  # the rounding dtypes: rows with a scale for each token and head
 POOL = Pool._make((". . . E", ". . K ."))  # axis letters of its arrays
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
+_rotary = jax.jit(rotary, static_argnums=(0, 2))  # one program for all caches of a capacity
 QUERY_BLOCK = 128  # queries of one sequence in a block, at most
 
 
@@ -208,7 +209,7 @@ class Cache:
             for rows in (plan.stored(form, space),)
         }
         capacity = table.shape[1] * page if capacity is None else capacity
-        angles = rotary(config, jnp.arange(capacity), capacity)
+        angles = _rotary(config, jnp.arange(capacity), capacity)
         lengths = None if space == SELF else jnp.zeros(table.shape[0], jnp.int32)
         return cls(stores, table, angles, config, plan, capacity, space=space, lengths=lengths)
 

@@ -280,7 +280,7 @@ def _at(stacks: Sequence[PyTree], index: int) -> PyTree:
         for stack, held in zip(stacks, ranges(stacks), strict=True)
         if index in held
     )
-    return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, where, keepdims=False), stack)
+    return jax.tree.map(lambda leaf: leaf[where], stack)
 
 
 def cuts_of(params: PyTree) -> list[int]:
