@@ -6,6 +6,7 @@ of `make` the targets are looked up, of `pip install` the extras.
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -133,7 +134,7 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
     if program in ("git", "cd", "curl") or words[:3] == ["storage", "attach"]:
         return
     if program == "make":
-        subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
+        dry_run(*words)
     elif program == "pip":
         wanted = re.fullmatch(r"(?:\.|swiftkv-jax)(?:\[(.*)\])?", words[1])
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -167,6 +168,11 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
         args = parsed(words, monkeypatch)
         if words[0] == "train.py":
             override(load_experiment(args.config), args.set)
+
+
+@functools.cache
+def dry_run(*words: str) -> None:
+    subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
 
 
 def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:

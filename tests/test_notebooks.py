@@ -16,8 +16,13 @@ import wheels
 
 NOTEBOOKS = {path.stem: path for path in sorted((wheels.ROOT / "notebooks").glob("*.ipynb"))}
 SOURCE = re.compile(r'^SOURCE = ""$', re.MULTILINE)
-# A setting of the quickstart, and what replaces it here so that the run takes fewer tokens.
-SIZE, SMALLER = '"evaluation_batches=8"', '"evaluation_batches=2", "plan.init_tokens=16384"'
+# Settings of the notebooks, and what replaces them here so that a run takes fewer tokens.
+SMALLER = {
+    '"evaluation_batches=8"': '"evaluation_batches=2", "plan.init_tokens=4096"',
+    "init_tokens=16_384": "init_tokens=4_096",
+    '"plan.init_tokens": 16_384': '"plan.init_tokens": 4_096',
+    "--tokens 16384": "--tokens 4096",
+}
 LARGEST_PLOT = 60_000  # bytes
 # A cell that begins with %%bash is bash, as in Jupyter. What the last line asks for is the test's own.
 RUN = """
@@ -37,6 +42,12 @@ def cells(name: str, kind: str = "code") -> list[dict]:
     """The cells of a notebook that are of one kind; their sources as one string each."""
     found = json.loads(NOTEBOOKS[name].read_text(encoding="utf-8"))["cells"]
     return [cell | {"source": "".join(cell["source"])} for cell in found if cell["cell_type"] == kind]
+
+
+def smaller(source: str) -> str:
+    for old, new in SMALLER.items():
+        source = source.replace(old, new)
+    return source
 
 
 def printed(name: str) -> list[str]:
@@ -78,7 +89,7 @@ def run(lane, name: str, folder: Path, *wanted: str, **variables: str) -> tuple[
         start_new_session=True,
     )
     try:
-        sources = [cell["source"].replace(SIZE, SMALLER) for cell in cells(name)]
+        sources = [smaller(cell["source"]) for cell in cells(name)]
         request = json.dumps([sources, ["DEMO", *wanted]])
         out, err = child.communicate(request, timeout=1800)
     finally:
@@ -97,7 +108,7 @@ def test_the_quickstart_runs_from_end_to_end(lane, tmp_path):
     """Fifteen steps of distillation bring the student nearer."""
     said, told = run(lane, "quickstart", tmp_path, "before", "after", STEPS="15")
     assert {line.partition(": '")[0] for line in said.splitlines()[-2:]} == {"teacher", "student"}
-    assert all(text in said for text in ("least squares on 16,384 tokens", "done: 15 steps"))
+    assert all(text in said for text in ("least squares on 4,096 tokens", "done: 15 steps"))
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["runs"]
     (kl_before, agreed_before), (kl_after, agreed_after) = told["before"], told["after"]
     assert 0 < kl_after < 0.1 and 0.8 < agreed_after < 1
@@ -163,6 +174,11 @@ def test_a_server_of_two_models_answers_streams_counts_and_stops(lane, tmp_path)
     assert f"swiftkv_time_to_first_token_seconds_count{labels} {asked}.0" in said
     assert {name: len(times) for name, times in told["ttft"].items()} == {"teacher": 4, "student": 4}
     assert told["code"] == 0
+
+
+def test_every_setting_that_a_run_replaces_is_in_a_notebook():
+    sources = [cell["source"] for name in NOTEBOOKS for cell in cells(name)]
+    assert all(any(old in source for source in sources) for old in SMALLER)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
