@@ -105,10 +105,10 @@ def run(lane, name: str, folder: Path, *wanted: str, **variables: str) -> tuple[
 @of_a_notebook
 @pytest.mark.parametrize("lane", ["Python 3.12"], indirect=True)
 def test_the_quickstart_runs_from_end_to_end(lane, tmp_path):
-    """Fifteen steps of distillation bring the student nearer."""
-    said, told = run(lane, "quickstart", tmp_path, "before", "after", STEPS="15")
+    """Eight steps of distillation bring the student nearer."""
+    said, told = run(lane, "quickstart", tmp_path, "before", "after", STEPS="8")
     assert {line.partition(": '")[0] for line in said.splitlines()[-2:]} == {"teacher", "student"}
-    assert all(text in said for text in ("least squares on 4,096 tokens", "done: 15 steps"))
+    assert all(text in said for text in ("least squares on 4,096 tokens", "done: 8 steps"))
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["runs"]
     (kl_before, agreed_before), (kl_after, agreed_after) = told["before"], told["after"]
     assert 0 < kl_after < 0.1 and 0.8 < agreed_after < 1
@@ -120,7 +120,7 @@ def test_the_quickstart_runs_from_end_to_end(lane, tmp_path):
 def test_a_checkpoint_is_measured_distilled_and_exported(lane, tmp_path):
     """A later split costs less, sharing more; training and the table use the same held-out text."""
     said, told = run(
-        lane, "your_checkpoint", tmp_path, "costs", "last", "after", "exported", "answers", STEPS="15"
+        lane, "your_checkpoint", tmp_path, "costs", "last", "after", "exported", "answers", STEPS="8"
     )
     costs = told["costs"]
     by_split = [costs[f"split {split}"] for split in (2, 4, 6)]
