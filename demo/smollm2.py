@@ -55,7 +55,7 @@ OTHERS = (
     (20, 2),
 )  # (split, layers that share a row), evaluated before training only
 CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of longer held-out rows
-STAGES = ("rewired", "least_squares")  # before training
+STAGES = ("rewired", "least_squares", "least_squares_long", "distilled", "distilled_long")
 # The teacher answers each question about each topic; students train on these chats too, which an epoch takes
 # CHATS times, so that they are about a fifth of its tokens.
 CHATS = 9.0
@@ -165,9 +165,9 @@ def name_of(split: int, share: int = 1) -> str:
     return f"split {split}" + (f", share {share}" if share > 1 else "")
 
 
-def convert(change, out: Path) -> tuple[dict, Path]:
-    """(the costs of each student at each stage, the folder of the distilled one)."""
-    found, model = {}, weights()
+def convert(change, out: Path) -> tuple[dict, dict[str, Path]]:
+    """(by split: the costs at each stage, the folder of the last student)."""
+    found, students, model = {}, {}, weights()
     print("== the teacher writes chats to train on", flush=True)
     (chats,) = sources_with_chats([f"self://{prompts(out)}?max_tokens=128"], str(model))
     for split, share in (*OTHERS, (DISTILLED, 1)):
@@ -177,12 +177,13 @@ def convert(change, out: Path) -> tuple[dict, Path]:
         shutil.rmtree(folder, ignore_errors=True)
         with loop.opened(e, folder) as run:
             found[name] = before_training(run)
-            for when in STAGES:
+            for when in STAGES[:2]:
                 print(f"{when.replace('_', ' '):14s} {figures(found[name][when])}")
             run.export(folder / "least_squares")
+            students[name] = folder / "least_squares"
+            found[name]["least_squares_long"] = long_rows(run)
             if (split, share) != (DISTILLED, 1):
                 continue
-            found[name]["least_squares_long"] = long_rows(run)
             print(f"\n== {name}: distil, {e.steps} steps", flush=True)
             began, result = time.monotonic(), run.go(ask)
             if result.signal:
@@ -193,7 +194,8 @@ def convert(change, out: Path) -> tuple[dict, Path]:
                 "distilled": costs(run, run.row_sums()[CONTEXT], CONTEXT),
                 "distilled_long": long_rows(run),
             }
-    return found, out / f"split{DISTILLED}x1" / "export"
+            students[name] = folder / "export"
+    return found, students
 
 
 def chat(folders: dict[str, Path]) -> list[dict[str, str]]:
@@ -212,7 +214,7 @@ def chat(folders: dict[str, Path]) -> list[dict[str, str]]:
 
 
 def table(report: dict) -> str:
-    """Quality of every split at every stage; speed and cache of the teacher and of the distilled student."""
+    """Quality of every split at every stage, and speed and cache of the teacher and of every student."""
     lines = [["", "context", "cross-entropy", "gap", "KL", "agreement", "TTFT", "cache B/token"]]
     ttft, size = report["latency"]["ttft"], report["cache_bytes_per_token"]
 
@@ -229,13 +231,11 @@ def table(report: dict) -> str:
         for length, c in stages.items():
             add(title, length, None, name, c["teacher_cross_entropy"])
     for title, found in sorted(splits.items(), reverse=True):
-        for when in STAGES:
-            c = found[when]
-            add(f"{title}, {when.replace('_', ' ')}", CONTEXT, c, "", c["cross_entropy"])
-    long = best["least_squares_long"]
-    add(f"split {DISTILLED}, least squares", LONG, long, "", long["cross_entropy"])
-    for length, c in stages.items():
-        add(f"split {DISTILLED}, distilled", length, c, "student", c["cross_entropy"])
+        for when in (stage for stage in STAGES if stage in found):
+            c, name = found[when], "" if when.startswith("rewired") else title
+            length = LONG if when.endswith("long") else CONTEXT
+            title_of_stage = when.removesuffix("_long").replace("_", " ")
+            add(f"{title}, {title_of_stage}", length, c, name, c["cross_entropy"])
     return aligned(lines)
 
 
@@ -251,8 +251,8 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    splits, student = convert(lambda e: override(e, args.set), args.out)
-    folders = {"teacher": weights(), "student": student}
+    splits, students = convert(lambda e: override(e, args.set), args.out)
+    folders = {"teacher": weights(), "student": students[name_of(DISTILLED)]}
     print("\n== the same questions to both")
     answers = chat(folders)
     for answer in answers:
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n== time to first token (medians of interleaved rounds)", flush=True)
     standard = latency.load("standard", folders["teacher"])
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
-    contenders.append(latency.load("student", student))
+    contenders += [latency.load(name, folder) for name, folder in students.items()]
     with working(show, "timing"):
         timed = latency.measure(contenders, (CONTEXT, LONG), 5, 0, [])
     report = {
@@ -284,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
         f"\nDistilled for {best['distilled_seconds'] / 60:.0f} minutes; {report['seconds'] / 60:.0f} in all. "
         f"Saved in {args.out}: smollm2.json, and the student:"
     )
-    print(f"  python serve.py --http 127.0.0.1:8000 --model {student}")
+    print(f"  python serve.py --http 127.0.0.1:8000 --model {folders['student']}")
     return 0
 
 
