@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from swiftkv_jax.kernels.common.dispatch import ByKind
 from swiftkv_jax.kernels.common.pools import Pool, encode
@@ -314,7 +314,7 @@ class PagedCase(Case):
         asked = count, max(self.new), self.heads, self.width
         q, *drawn = normals(seed, asked, *shapes, dtype=self.computed)
         pages = count * self.held + _SPARE
-        names = jnp.array(np.random.default_rng(seed).permutation(pages), jnp.int32)
+        names = jnp.array(random.Random(seed).sample(range(pages), pages), jnp.int32)
         table, spare = names[: count * self.held].reshape(count, self.held), names[-1]
         ends, new = jnp.array(self.lengths)[:, None], jnp.array(self.new)[:, None]
         seen = (jnp.arange(tokens) < ends) & (new > 0)

@@ -14,6 +14,14 @@ from swiftkv_jax.core.predict import Predicted, identity
 from swiftkv_jax.engine.llm import LLM
 
 WARM_UP = True
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_compiled():
+    """Before the server starts, or programs of other modules could hide that its warm-up lacks one."""
+    jax.clear_caches()
+
+
 NAMES = (  # vLLM's, and what SwiftKV adds; a counter's name gets _total, a histogram's among others _count
     "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total "
     "prefix_cache_hits_total prompt_tokens_total generation_tokens_total request_success_total "
@@ -50,7 +58,6 @@ def value(server: Running, name: str) -> float:
 
 
 def test_the_first_request_compiles_nothing(served):
-    """The first of this module too, which begins with nothing compiled: later ones would not tell."""
     before = value(served, "compilations_total")
     assert before
     served.complete("x", max_tokens=2)
