@@ -200,7 +200,7 @@ class Case:
 def normals(seed: int, *shapes: tuple[int, ...], dtype: str = "float32") -> list[jax.Array]:
     """Random arrays, parts of one draw: each draw more takes a CPU a tenth of a second to compile."""
     sizes = list(map(math.prod, shapes))
-    drawn = jax.random.normal(jax.random.key(seed, impl="rbg"), sum(sizes), dtype)
+    drawn = jax.random.normal(jax.random.key(seed, impl="rbg"), (sum(sizes),), dtype)
     parts = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
