@@ -55,7 +55,8 @@ OTHERS = (
     (20, 2),
 )  # (split, layers that share a row), evaluated before training only
 CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of longer held-out rows
-STAGES = ("rewired", "least_squares", "least_squares_long", "distilled", "distilled_long")
+STARTS = ("rewired", "least_squares")  # before training
+STAGES = (*STARTS, "least_squares_long", "distilled", "distilled_long")  # `long`: on longer held-out rows
 # The teacher answers each question about each topic; students train on these chats too, which an epoch takes
 # CHATS times, so that they are about a fifth of its tokens.
 CHATS = 9.0
@@ -177,7 +178,7 @@ def convert(change, out: Path) -> tuple[dict, dict[str, Path]]:
         shutil.rmtree(folder, ignore_errors=True)
         with loop.opened(e, folder) as run:
             found[name] = before_training(run)
-            for when in STAGES[:2]:
+            for when in STARTS:
                 print(f"{when.replace('_', ' '):14s} {figures(found[name][when])}")
             run.export(folder / "least_squares")
             students[name] = folder / "least_squares"
