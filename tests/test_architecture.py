@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -24,6 +25,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.spl
 ROOT_MODULES = 12
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}
 HEAVY = ("torch", "flax.nnx", "tokamax", "qwix")
+SLOW = {"scipy", "optax", "orbax", "transformers", "datasets", "matplotlib", "jax.experimental.pallas"}
 # Data: a student's export carries it for transformers. It runs there alone (SECURITY.md).
 CARRIED = LIBRARY / "checkpoint" / "modeling_swiftkv.py"
 HOST_ONLY = ("request", "pages", "sequence", "draft", "queue", "scheduler")  # of engine/
@@ -129,6 +131,13 @@ def test_heavy_packages_are_not_imported_by_importing_the_library(heavy):
     for path in set(python_files("swiftkv_jax", "kernels")) - {CARRIED}:
         names = imports(at_import_time(tree(path)))
         assert not any(f"{name}.".startswith(f"{heavy}.") for name in names), path
+
+
+def test_a_command_starts_without_packages_that_few_commands_use():
+    """Each takes from a tenth of a second to seconds to import."""
+    code = "import sys, swiftkv_jax.cli.commands, swiftkv_jax.server.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert not SLOW & set(done.stdout.split())
 
 
 def test_the_code_that_exports_carry_knows_transformers_only_and_nothing_imports_it():

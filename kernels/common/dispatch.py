@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -57,6 +58,16 @@ class Implementation:
 
     run: Callable[..., Any]
     refuses: Callable[..., str] = lambda *_, **__: ""
+
+    @classmethod
+    def of(cls, module: str, run: str, refuses: str = "refuses") -> "Implementation":
+        """Functions of a module that the first call imports: Pallas takes a quarter of a second, and most
+        processes run none of it."""
+
+        def later(name: str) -> Callable[..., Any]:
+            return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+        return cls(later(run), later(refuses))
 
 
 def device() -> tuple[str, str, int]:

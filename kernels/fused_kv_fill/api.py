@@ -7,15 +7,15 @@ from jaxtyping import Array, Float, Int
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
-from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu, pallas_tpu, reference
+from swiftkv_jax.kernels.fused_kv_fill import reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools, fold_gain
 from swiftkv_jax.kernels.fused_kv_fill.xla import rows_of
 
 FUSED_KV_FILL = {
     "reference": Implementation(reference.fused_kv_fill),
     "xla": Implementation(functools.partial(reference.fused_kv_fill, make=rows_of)),
-    "pallas_tpu": Implementation(pallas_tpu.fused_kv_fill, pallas_tpu.refuses),
-    "pallas_gpu": Implementation(pallas_gpu.fused_kv_fill, pallas_gpu.refuses),
+    "pallas_tpu": Implementation.of(f"{__package__}.pallas_tpu", "fused_kv_fill"),
+    "pallas_gpu": Implementation.of(f"{__package__}.pallas_gpu", "fused_kv_fill"),
 }
 
 __all__ = ["FUSED_KV_FILL", "Makers", "fold_gain", "fused_kv_fill", "rows_of"]

@@ -10,23 +10,23 @@ from jaxtyping import Array, Float, Int
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
-from swiftkv_jax.kernels.k_cache_attention import native_cpu, pallas_gpu, pallas_tpu, reference, xla
+from swiftkv_jax.kernels.k_cache_attention import native_cpu, reference, xla
 
 K_CACHE = {
     "reference": Implementation(reference.k_cache_attention),
     "xla": Implementation(xla.k_cache_attention),
     "xla_one_turn": Implementation(functools.partial(xla.k_cache_attention, one_turn=True)),
     "native_cpu": Implementation(native_cpu.k_cache_attention, native_cpu.refuses),
-    "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses),
-    "pallas_gpu": Implementation(pallas_gpu.k_cache_attention, pallas_gpu.refuses),
+    "pallas_tpu": Implementation.of(f"{__package__}.pallas_tpu", "k_cache_attention"),
+    "pallas_gpu": Implementation.of(f"{__package__}.pallas_gpu", "k_cache_attention"),
 }
 X_CACHE = {
     "reference": Implementation(reference.x_cache_attention),
     "xla": Implementation(xla.x_cache_attention),
     "xla_one_turn": Implementation(functools.partial(xla.x_cache_attention, one_turn=True)),
     "native_cpu": Implementation(native_cpu.x_cache_attention, native_cpu.refuses_inputs),
-    "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses),
-    "pallas_gpu": Implementation(pallas_gpu.x_cache_attention, pallas_gpu.refuses_inputs),
+    "pallas_tpu": Implementation.of(f"{__package__}.pallas_tpu", "x_cache_attention"),
+    "pallas_gpu": Implementation.of(f"{__package__}.pallas_gpu", "x_cache_attention", "refuses_inputs"),
 }
 
 

@@ -7,12 +7,12 @@ from jaxtyping import Array, Float, Int
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
-from swiftkv_jax.kernels.page_write import native_cpu, pallas_tpu, reference
+from swiftkv_jax.kernels.page_write import native_cpu, reference
 
 PAGE_WRITE = {
     "xla": Implementation(reference.page_write),
     "native_cpu": Implementation(native_cpu.page_write, native_cpu.refuses),
-    "pallas_tpu": Implementation(pallas_tpu.page_write, pallas_tpu.refuses),
+    "pallas_tpu": Implementation.of(f"{__package__}.pallas_tpu", "page_write"),
 }
 
 

@@ -7,15 +7,15 @@ from jaxtyping import Array, Float, Int
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
-from swiftkv_jax.kernels.paged_attention import jax_nn, native_cpu, pallas_gpu, pallas_tpu, reference, xla
+from swiftkv_jax.kernels.paged_attention import jax_nn, native_cpu, reference, xla
 
 PAGED_ATTENTION = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(xla.paged_attention),
     "xla_one_turn": Implementation(functools.partial(xla.paged_attention, one_turn=True)),
     "native_cpu": Implementation(native_cpu.paged_attention, native_cpu.refuses),
-    "pallas_tpu": Implementation(pallas_tpu.paged_attention, pallas_tpu.refuses),
-    "pallas_gpu": Implementation(pallas_gpu.paged_attention, pallas_gpu.refuses),
+    "pallas_tpu": Implementation.of(f"{__package__}.pallas_tpu", "paged_attention"),
+    "pallas_gpu": Implementation.of(f"{__package__}.pallas_gpu", "paged_attention"),
     "cudnn": Implementation(jax_nn.paged_attention, jax_nn.refuses_cudnn),
 }
 

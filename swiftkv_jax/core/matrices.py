@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.core.shapes import Array, Float
@@ -81,7 +80,9 @@ def hadamard(x: Float[Array, "*batch w"], inverse: bool = False) -> Float[Array,
     halvings = piece.bit_length() - 1
     factor = 0.5 ** (halvings - halvings // 2 if inverse else halvings // 2)
     cut = x.reshape(*x.shape[:-1], -1, piece)
-    matrix = jnp.asarray(factor * scipy.linalg.hadamard(piece), x.dtype)
+    matrix = np.array([[factor]])
+    for _ in range(halvings):  # Sylvester's; SciPy has it, and takes a quarter of a second to import
+        matrix = np.kron([[1, 1], [1, -1]], matrix)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    made = jnp.matmul(cut, matrix, precision="highest", preferred_element_type=wide)
+    made = jnp.matmul(cut, jnp.asarray(matrix, x.dtype), precision="highest", preferred_element_type=wide)
     return made.astype(x.dtype).reshape(x.shape)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import weights
@@ -183,7 +182,7 @@ def of_group(
     found = sum(x @ x.T / np.vdot(x, x) for x in kinds)  # keys and values count alike
     _, vectors = np.linalg.eigh(found)
     most = vectors[:, : -latent.rank - 1 : -1]  # [A, R]
-    inside = scipy.linalg.solve_triangular(root.T, most) * tokens**0.5
+    inside = np.linalg.solve(root.T, most) * tokens**0.5
     return {
         "kv_a_proj": np.concatenate([inside, maps[:, made:]], axis=-1),
         "kv_a_norm": np.ones(latent.rank),

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
@@ -162,14 +161,16 @@ def solve(problem: Problem, ridge: float, width: int) -> np.ndarray:
     elements of X^T X, so that `ridge` has no unit. An intercept, after the first `width`, is not shrunk.
     Layers that cost differently are solved for by conjugate gradients, preconditioned by the sums.
     """
+    from scipy import linalg  # here, since few processes that import this module fit anything
+
     gram, cross, cost = problem
     scale = np.einsum("uaa->u", gram[:, :width, :width]) / width
     shrink = np.where(np.arange(gram.shape[1]) < width, ridge * scale[:, None], 0.0)
     gram = gram + shrink[..., None] * np.eye(gram.shape[1])
-    factor = scipy.linalg.lu_factor(gram.sum(0))
+    factor = linalg.lu_factor(gram.sum(0))
 
     def by_sums(y):
-        return scipy.linalg.lu_solve(factor, y.reshape(len(y), -1)).reshape(y.shape)
+        return linalg.lu_solve(factor, y.reshape(len(y), -1)).reshape(y.shape)
 
     if len(gram) == 1:
         return by_sums(cross[0])
