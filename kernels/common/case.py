@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -314,7 +315,7 @@ class PagedCase(Case):
         asked = count, max(self.new), self.heads, self.width
         q, *drawn = normals(seed, asked, *shapes, dtype=self.computed)
         pages = count * self.held + _SPARE
-        names = jnp.array(random.Random(seed).sample(range(pages), pages), jnp.int32)
+        names = jnp.array(array("i", random.Random(seed).sample(range(pages), pages)))
         table, spare = names[: count * self.held].reshape(count, self.held), names[-1]
         ends, new = jnp.array(self.lengths)[:, None], jnp.array(self.new)[:, None]
         seen = (jnp.arange(tokens) < ends) & (new > 0)

@@ -59,7 +59,7 @@ REFUSED = {  # what one kernel refuses of a call, by the fields that are changed
     ),
     "keys, TPU": (
         keys_tpu.refuses, KEYS,
-        [{"stored": "float16"}, {"stored": "int8", "page": 16}, {"slots": 1 << 18}],
+        [{"stored": "float16"}, {"stored": "int8", "page": 16}, {"slots": 1 << 15}],
     ),
     "write, TPU": (
         write_tpu.refuses,
