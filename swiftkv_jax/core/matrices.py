@@ -76,13 +76,13 @@ def hadamard(x: Float[Array, "*batch w"], inverse: bool = False) -> Float[Array,
     A piece is the largest power of two that divides the width, up to 128. With `inverse` the result of the
     transform is transformed back; the factor of each way is a power of two, which no dtype rounds.
     """
+    from scipy import linalg  # here, since few processes transform anything
+
     piece = math.gcd(x.shape[-1], _PIECE)
     halvings = piece.bit_length() - 1
     factor = 0.5 ** (halvings - halvings // 2 if inverse else halvings // 2)
     cut = x.reshape(*x.shape[:-1], -1, piece)
-    matrix = np.array([[factor]])
-    for _ in range(halvings):  # Sylvester's; SciPy has it, and takes a quarter of a second to import
-        matrix = np.kron([[1, 1], [1, -1]], matrix)
+    matrix = jnp.asarray(factor * linalg.hadamard(piece), x.dtype)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    made = jnp.matmul(cut, jnp.asarray(matrix, x.dtype), precision="highest", preferred_element_type=wide)
+    made = jnp.matmul(cut, matrix, precision="highest", preferred_element_type=wide)
     return made.astype(x.dtype).reshape(x.shape)
