@@ -88,11 +88,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
-def pytest_sessionfinish() -> None:
-    """Pytest collects five times at the end, which takes seconds if anything is left to look at."""
-    gc.freeze()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
     """Skip a file of tests that imports PyTorch, itself or by a helper, where it is not installed."""
