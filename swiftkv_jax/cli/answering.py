@@ -68,10 +68,14 @@ def beside(
     llm = teacher()
     both = answers(llm, "teacher"), its
     with working(say, "the teacher reads both") as doing:
-        pairs = [(prompts[i], output) for outputs in both for i, output in enumerate(outputs)]
+        pairs = [
+            (([*ids, *output.token_ids], len(ids)), output)
+            for outputs in both
+            for ids, output in zip(prompts, outputs, strict=True)
+        ]
         rows = [
-            (list(o.token_ids), o.text, -likelihood(llm, [*ids, *o.token_ids], len(ids)) / len(o.token_ids))
-            for ids, o in doing.counted(pairs)
+            (list(o.token_ids), o.text, -likelihoods(llm, [read])[0] / len(o.token_ids))
+            for read, o in doing.counted(pairs)
         ]
     count = len(prompts)
     return Answers(*map(list, zip(*rows[:count], strict=True))), Answers(
@@ -79,10 +83,13 @@ def beside(
     )
 
 
-def likelihood(llm: LLM, ids: Sequence[int], given: int) -> float:
-    """The log likelihood, in nats, of the ids after the first `given`."""
-    scored = zip(ids[given:], llm.score(ids)[given:], strict=True)
-    return sum(entry[token].logprob for token, entry in scored if entry)
+def likelihoods(llm: LLM, texts: Sequence[tuple[Sequence[int], int]]) -> list[float]:
+    """Of each text, as ids and how many of them are given: the log likelihood, in nats, of the rest."""
+    read = zip(texts, llm.score_each([ids for ids, _ in texts]), strict=True)
+    return [
+        sum(entry[token].logprob for token, entry in zip(ids[given:], scored[given:], strict=True) if entry)
+        for (ids, given), scored in read
+    ]
 
 
 def in_dtype(params: PyTree, dtype: str) -> PyTree:

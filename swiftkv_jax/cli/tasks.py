@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.cli.answering import LANES, answered, far, likelihood
+from swiftkv_jax.cli.answering import LANES, answered, far, likelihoods
 from swiftkv_jax.cli.answers import check_alike, fitting
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained, suggest
@@ -23,6 +23,7 @@ from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.distill.answers import Pair, ids_of, mean
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.score import TOGETHER
 from swiftkv_jax.tasks.items import TASKS, items_of
 from swiftkv_jax.tasks.retrieval import DEPTHS, KINDS
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -166,9 +167,13 @@ def _answers(llm: LLM, model: str, left: Mapping[Place, Reading], tokens: int) -
                 yield from ((place, output.text) for place, output in answered(llm, asked, doing))
                 continue
             began, read = time.monotonic(), 0
-            for done, place in enumerate(places, 1):
-                yield place, [likelihood(llm, *text) for text in left[place]]
-                read += sum(len(ids) for ids, _ in left[place])
+            for done in range(0, len(places), TOGETHER):
+                some = places[done : done + TOGETHER]
+                texts = [text for place in some for text in left[place]]
+                values = iter(likelihoods(llm, texts))
+                yield from ((place, list(itertools.islice(values, len(left[place])))) for place in some)
+                done += len(some)
+                read += sum(len(ids) for ids, _ in texts)
                 seconds = time.monotonic() - began
                 left_s = seconds / done * (len(places) - done)
                 doing.place = far(done, len(places), read / seconds, left_s)

@@ -39,7 +39,7 @@ from swiftkv_jax.engine.request import (
     special_stops,
 )
 from swiftkv_jax.engine.runner import fingerprint, working_bytes
-from swiftkv_jax.engine.score import prompt_logprobs, scores
+from swiftkv_jax.engine.score import TOGETHER, prompt_logprobs, scores
 from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, resolve
 from swiftkv_jax.engine.speech import Transcription
 from swiftkv_jax.engine.validate import (
@@ -461,16 +461,26 @@ class LLM:
           UsageError: there are no tokens or too many, or the model has no such id.
           FloatingPointError: the log probabilities are not finite.
         """
-        if not token_ids:
-            raise UsageError("there are no tokens to score")
-        check_ids("token", token_ids, self.vocab_size, "score")
-        return prompt_logprobs(token_ids, top, self.settings.max_model_len, self.tokenizer, self._scores)
+        return self.score_each([token_ids], top)[0]
+
+    def score_each(
+        self, texts: Sequence[Sequence[int]], top: int = 0
+    ) -> list[list[dict[int, Logprob] | None]]:
+        """`score` of several texts; short ones share a pass, unless `kernels` names an implementation of
+        scoring, which may not support that."""
+        for token_ids in texts:
+            if not token_ids:
+                raise UsageError("there are no tokens to score")
+            check_ids("token", token_ids, self.vocab_size, "score")
+        together = 1 if "scoring" in self.settings.implementations else TOGETHER
+        limit = self.settings.max_model_len
+        return prompt_logprobs(texts, top, limit, self.tokenizer, self._scores, together)
 
     @repeated
-    def _scores(self, tokens, following):
+    def _scores(self, tokens, following, places, segments):
         s = self.settings
         cache = s.max_model_len, s.cache_dtype, s.implementations.get("scoring")
-        return scores(self.model, *cache, self.params, tokens, following, mesh=self.mesh)
+        return scores(self.model, *cache, self.params, tokens, following, places, segments, mesh=self.mesh)
 
     @property
     def scorable(self) -> bool:

@@ -26,30 +26,53 @@ from swiftkv_jax.kernels.causal_attention.api import causal_attention
 
 _BLOCK = 64  # positions whose logits exist at a time
 SHORTEST, _STEP = 64, 4  # the smallest compiled size, and the ratio of each size to the one before
+TOGETHER = 16  # most texts in one row; "cudnn" takes 31 and padding
 
 
 def prompt_logprobs(
-    ids: Sequence[int], top: int, limit: int, tokenizer, read: Callable
-) -> list[dict[int, Logprob] | None]:
-    """Return one entry per token: its log probability and rank, then the `top` likeliest; None for the first.
+    texts: Sequence[Sequence[int]], top: int, limit: int, tokenizer, read: Callable, together: int = 1
+) -> list[list[dict[int, Logprob] | None]]:
+    """Return for each text one entry per token: its log probability and rank, then the `top` likeliest; None
+    for the first.
 
-    `limit` is the context in tokens; `read(tokens, following)` returns what `scores` does. The last token is
-    only predicted, so there may be one token more than the context holds.
+    `limit` is the context in tokens; `read(tokens, following, places, segments)` returns what `scores` does.
+    The last token is only predicted, so there may be one token more than the context holds. Up to `together`
+    short texts are packed into a row.
     """
-    if len(ids) > limit + 1:
-        raise UsageError(f"{len(ids)} tokens are too many to score: at most {limit + 1}, the context and 1")
-    size = _size(len(ids) - 1, limit)
-    tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
-    tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]
-    arrays = jax.device_get(read(tokens, following))
-    if not np.isfinite(arrays[0][: len(ids) - 1]).all():
-        raise FloatingPointError(NOT_FINITE)
-    entries: list[dict[int, Logprob] | None] = [None]
-    for token, *of_token in zip(ids[1:], *arrays, strict=False):
-        value, rank, likeliest, values = (array.tolist() for array in of_token)
-        choice = Choice(token, value, rank, tuple(zip(likeliest, values, strict=True)))
-        entries.append(logprobs(choice, top, tokenizer))
+    if (longest := max(map(len, texts))) > limit + 1:
+        raise UsageError(f"{longest} tokens are too many to score: at most {limit + 1}, the context and 1")
+    entries: list[list[dict[int, Logprob] | None]] = [[None] for _ in texts]
+    sizes = [len(ids) - 1 for ids in texts]
+    for row in _rows(sizes, _size(SHORTEST * _STEP, limit), together):
+        ends = np.cumsum([0, *(sizes[n] for n in row)])
+        tokens, following, places, segments = np.zeros((4, _size(ends[-1], limit)), np.int32)
+        for number, (n, start, end) in enumerate(zip(row, ends[:-1], ends[1:], strict=True), 1):
+            tokens[start:end], following[start:end] = texts[n][:-1], texts[n][1:]
+            places[start:end], segments[start:end] = np.arange(sizes[n]), number
+        packed = (places[None], segments[None]) if len(row) > 1 else (None, None)
+        arrays = jax.device_get(read(tokens[None], following, *packed))
+        if not np.isfinite(arrays[0][: ends[-1]]).all():
+            raise FloatingPointError(NOT_FINITE)
+        for n, start, end in zip(row, ends[:-1], ends[1:], strict=True):
+            for token, *of_token in zip(texts[n][1:], *(array[start:end] for array in arrays), strict=True):
+                value, rank, likeliest, values = (array.tolist() for array in of_token)
+                choice = Choice(token, value, rank, tuple(zip(likeliest, values, strict=True)))
+                entries[n].append(logprobs(choice, top, tokenizer))
     return entries
+
+
+def _rows(sizes: Sequence[int], most: int, together: int) -> list[list[int]]:
+    """The texts, by their numbers, of each row of at most `most` tokens. A longer text has its own.
+
+    Each text, the longest first, is put into the first row that has room for it.
+    """
+    rows: list[list[int]] = []
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        free = (row for row in rows if len(row) < together and sizes[n] + sum(sizes[m] for m in row) <= most)
+        if (row := next(free, None)) is None:
+            rows.append(row := [])
+        row.append(n)
+    return rows
 
 
 def _size(tokens: int, limit: int) -> int:
@@ -76,26 +99,29 @@ def scores(
     params: PyTree,
     tokens: Int[Array, "1 T"],
     following: Int[Array, " T"],
+    places: Int[Array, "1 T"] | None = None,
+    segments: Int[Array, "1 T"] | None = None,
     mesh: Mesh | None = None,
 ):
     """For each position, the log probability and rank of `following`, and the likeliest ids and their log
     probabilities.
 
     `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from. `cache_dtype`
-    and `attention` are the `cache_dtype` and `scoring` of `Settings`. With a `mesh` the results are
-    replicated.
+    and `attention` are the `cache_dtype` and `scoring` of `Settings`. Texts that share the row are told apart
+    by `places`, their positions, and `segments`. With a `mesh` the results are replicated.
     """
-    # Padding beyond the context has a position of a token, since learned positions may end there.
-    places = jnp.minimum(jnp.arange(tokens.shape[1]), limit - 1)[None]
+    if places is None:  # padding beyond the context has a position of a token: learned ones may end there
+        places = jnp.minimum(jnp.arange(tokens.shape[1]), limit - 1)[None]
     served = {"length": limit, "store": partial(rounded, dtype=cache_dtype)}
     if isinstance(model, Predicted):
-        x = predict.forward(model, params, tokens, places, **served)[0]
+        x = predict.forward(model, params, tokens, places, segments, **served)[0]
     else:
 
-        def attend(q, k, v, _, window, **bias):
-            return causal_attention(q, k, v, None, window, implementation=attention, **bias)
+        def attend(q, k, v, apart, window, **bias):
+            apart = None if segments is None else apart
+            return causal_attention(q, k, v, apart, window, implementation=attention, **bias)
 
-        x = under(forward, mesh)(model, params, tokens, places, attention=attend, **served)[0]
+        x = under(forward, mesh)(model, params, tokens, places, segments, attention=attend, **served)[0]
     model, params = generator(model, params)
 
     def block(part):

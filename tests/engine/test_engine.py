@@ -361,14 +361,33 @@ def test_a_short_text_is_scored_in_an_array_of_64():
     """As the endings of HellaSwag are; and few sizes are compiled."""
     sizes = []
 
-    def read(tokens, following):
+    def read(tokens, following, *_):
         sizes.append(tokens.shape[1])
         none = following[:, None][:, :0]
         return np.zeros(len(following)), following, none, none
 
     for count in (2, 65, 66, 257, 258, 1025, 1026):  # the last token is only predicted
-        assert len(prompt_logprobs([0] * count, 0, 4096, None, read)) == count
+        assert len(prompt_logprobs([[0] * count], 0, 4096, None, read)[0]) == count
     assert sizes == [64, 64, 256, 256, 1024, 1024, 4096]
+
+
+SHARING = {
+    "windows": {"windows": (64, 9, 1, 30)},
+    "learned positions": {"learned_positions": True, "rope": RopeConfig(rope_type=NONE)},
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_texts_that_share_a_pass_are_scored_as_each_alone(kind, monkeypatch):
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"], **SHARING[kind])
+    llm, texts = LLM.from_model(net, params, **tiny.SIZES), tiny.prompts((20, 1, 30, 2, 45, 12, 7, 19, 33))
+    passes, read = [], llm._scores
+    monkeypatch.setattr(llm, "_scores", lambda *arrays: passes.append(arrays) or read(*arrays))
+    for ids, scored in zip(texts, llm.score_each(texts), strict=True):
+        found = [entries[token].logprob for token, entries in zip(ids[1:], scored[1:], strict=True)]
+        want = log_probabilities(net, params, ids)[np.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(found, want, atol=1e-4)
+    assert len(passes) == 3
 
 
 FREE = {"num_kv_heads": 4, "rope": RopeConfig(rope_type=NONE)}  # a model that can store rows in every form

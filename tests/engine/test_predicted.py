@@ -158,6 +158,9 @@ def test_scores_are_those_of_what_is_served(dtype):
         again = llm.score([*prompt[:length], token])[-1][token]
         assert again.rank == 1 and abs(again.logprob - best.logprob) < 1e-5
     assert scored[0] is None and len(scored) == 12
+    _, packed = llm.score_each([prompt[3:], prompt])
+    for token, one, other in zip(prompt[1:], packed[1:], scored[1:], strict=True):
+        assert abs(one[token].logprob - other[token].logprob) < 1e-5
 
 
 @pytest.mark.slow
