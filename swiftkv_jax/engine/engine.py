@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -104,6 +103,7 @@ class Engine:
     An error inside one request ends that request alone.
 
     Attributes:
+      groups: requests whose end has not been reported yet, by id.
       restarts: number of restarts since it was made.
       probe: called with a point ("admit", "schedule", "run", "sample", "detokenise") and a request id each
         time a request passes it; what it raises is that request's failure.
@@ -125,7 +125,7 @@ class Engine:
         self._start()
         self.count_anew()
         self.probe: Callable[[str, str], None] = lambda point, request_id: None
-        self._groups: dict[str, Group] = {}
+        self.groups: dict[str, Group] = {}
         self._count = 0
         self._ready = False
         self._warming: WarmUp | None = None
@@ -159,11 +159,6 @@ class Engine:
     @property
     def busy(self) -> bool:
         return self.scheduler.busy or self._flight is not None or bool(self._changed)
-
-    @property
-    def groups(self) -> Mapping[str, Group]:
-        """Requests whose end has not been reported yet, by id."""
-        return types.MappingProxyType(self._groups)
 
     def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Compile every program that any request may need; return how many. Afterwards nothing compiles."""
@@ -210,7 +205,7 @@ class Engine:
             if (need := -(-request.max_length // page)) > pages:
                 size = f"{request.max_length} tokens of prompt and completion need {need} pages of {page}"
                 raise UsageError(f"{size}; the cache has {pages}: raise num_pages, or lower max_tokens")
-            if request.request_id in self._groups:
+            if request.request_id in self.groups:
                 raise UsageError(f"request_id {request.request_id!r} is in use")
         groups = []
         for request in requests:
@@ -218,13 +213,13 @@ class Engine:
             groups.append(Group(request, self.tokenizer, time.perf_counter(), self._count))
             self._count += request.params.n
         for group in groups:
-            self._groups[group.request.request_id] = group
+            self.groups[group.request.request_id] = group
             for sequence in group.sequences:
                 self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request, whatever it is doing; its pages are free at once. Unknown ids are ignored."""
-        group = self._groups.get(request_id)
+        group = self.groups.get(request_id)
         for sequence in group.sequences if group else []:
             if not sequence.finish_reason:
                 sequence.end("abort", time.perf_counter())
@@ -249,7 +244,7 @@ class Engine:
         changed, self._changed = list(self._changed.values()), {}
         for group in changed:
             if group.finished:
-                self._groups.pop(group.request.request_id, None)
+                self.groups.pop(group.request.request_id, None)
         return changed
 
     def _advance(self) -> None:
@@ -380,7 +375,7 @@ class Engine:
         """
         if sequence.finish_reason == "error" and sequence.error != RULED_OUT:
             self.stats.failed_requests += 1
-            group = self._groups.get(sequence.request.request_id)
+            group = self.groups.get(sequence.request.request_id)
             for sibling in group.sequences if group else [sequence]:
                 sibling.invalid = True
         if sequence.invalid:
@@ -390,8 +385,8 @@ class Engine:
 
     def _touch(self, sequence: Sequence) -> None:
         key = sequence.request.request_id
-        if key in self._groups:
-            self._changed[key] = self._groups[key]
+        if key in self.groups:
+            self._changed[key] = self.groups[key]
 
     def restart(self, error: Exception) -> None:
         """Restart after the device or the engine failed: running requests fail, waiting ones run on a new

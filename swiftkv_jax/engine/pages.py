@@ -26,13 +26,13 @@ class Pages:
     compared on every hit, so that two prompts share rows only if they are the same.
 
     Attributes:
-      owned: pages of each key, used or cached.
+      owned: pages of each key, used or cached. references: users of each page.
     """
 
     def __init__(self, count: int):
         self.count = count
         self._free = list(range(count - 1, 0, -1))
-        self._references = [0] * count
+        self.references = [0] * count
         self._named: dict[bytes, tuple[int, tuple[int, ...]]] = {}
         self._name: dict[int, bytes] = {}
         self._unvalidated: set[int] = set()  # named, contents not yet verified
@@ -57,9 +57,6 @@ class Pages:
     def cached(self) -> int:
         return sum(map(len, self._cached.values()))
 
-    def references(self, page: int) -> int:
-        return self._references[page]
-
     def allocate(self, n: int, key: str = "") -> list[int] | None:
         """Allocate `n` pages for one owner, a request of `key`. If there are too few, return None and change
         nothing."""
@@ -71,7 +68,7 @@ class Pages:
                 richest = max(self._cached, key=lambda each: (self.owned[each], each == key))
                 self.forget(next(iter(self._cached[richest])))
             page = self._free.pop()
-            self._references[page], self._key[page] = 1, key
+            self.references[page], self._key[page] = 1, key
             self.owned[key] += 1
             out.append(page)
         return out
@@ -85,13 +82,13 @@ class Pages:
         """Add an owner to a page that is in use or cached."""
         if page not in self._key:
             raise RuntimeError(f"page {page} is free: nothing in it can be shared")
-        if not self._references[page]:
+        if not self.references[page]:
             self._uncache(page)
-        self._references[page] += 1
+        self.references[page] += 1
 
     def name(self, page: int, name: bytes, tokens: tuple[int, ...]) -> None:
         """Name a page in use that is now full of these tokens. The first page to take a name keeps it."""
-        if not self._references[page]:
+        if not self.references[page]:
             raise RuntimeError(f"page {page} is used by nobody: what it holds cannot get a name")
         if name not in self._named and page not in self._name:
             self._named[name], self._name[page] = (page, tokens), name
@@ -106,10 +103,10 @@ class Pages:
         last pages are reused first.
         """
         for page in reversed(list(pages)):
-            if not self._references[page]:
+            if not self.references[page]:
                 raise RuntimeError(f"page {page} was given back by its last owner already")
-            self._references[page] -= 1
-            if self._references[page]:
+            self.references[page] -= 1
+            if self.references[page]:
                 continue
             if page in self._name and page not in self._unvalidated:
                 self._cached.setdefault(self._key[page], OrderedDict())[page] = None
@@ -119,7 +116,7 @@ class Pages:
 
     def forget(self, page: int) -> None:
         """Drop the page's name, so that it is never found again; a cached page becomes free."""
-        if self._unname(page) and not self._references[page]:
+        if self._unname(page) and not self.references[page]:
             self._uncache(page)
             self._free_one(page)
 

@@ -464,16 +464,12 @@ def working_bytes(
     `settings.num_pages` will do: pools are updated in place.
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    return max(taken(call) for call in Runner(model, params, mesh, settings, described).largest())
-
-
-def taken(call: partial) -> int:
-    """Bytes that a program allocates: its intermediate arrays, and its results except donated arguments."""
-    return allocated(call.func.lower(*call.args, **call.keywords).compile())
+    calls = Runner(model, params, mesh, settings, described).largest()
+    return max(allocated(call.func.lower(*call.args, **call.keywords).compile()) for call in calls)
 
 
 def allocated(compiled: Any) -> int:
-    """As `taken`, of a compiled program."""
+    """Bytes that a program allocates: its intermediate arrays, and its results except donated arguments."""
     memory = compiled.memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 

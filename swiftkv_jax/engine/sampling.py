@@ -16,6 +16,10 @@ from swiftkv_jax.engine.sequence import BAD, NONE_LEFT, Sequence
 from swiftkv_jax.kernels.common.dispatch import device
 
 NO_ID = -1  # pads stop ids; no token has it
+_PLAIN = (  # numbers of a lane that SamplingParams has under the same names
+    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "max_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 class Mode(NamedTuple):
@@ -44,9 +48,9 @@ class Policy:
     top_k: Int[Any, " Q"]
     top_p: Float[Any, " Q"]
     min_p: Float[Any, " Q"]
-    repetition: Float[Any, " Q"]
-    presence: Float[Any, " Q"]
-    frequency: Float[Any, " Q"]
+    repetition_penalty: Float[Any, " Q"]
+    presence_penalty: Float[Any, " Q"]
+    frequency_penalty: Float[Any, " Q"]
     seed: UInt[Any, "Q 2"]
     stop_ids: Int[Any, "Q I"]
     min_tokens: Int[Any, " Q"]
@@ -72,9 +76,8 @@ class Seats:
 
     def __init__(self, lanes: int, vocab_size: int):
         self._vocab_size = vocab_size
-        zeros, ones = ("temperature", "min_p", "presence", "frequency"), ("top_p", "repetition")
-        fields = {name: np.zeros(lanes, np.float32) for name in zeros}
-        fields |= {name: np.ones(lanes, np.float32) for name in ones}
+        fields = {name: np.zeros(lanes, np.float32) for name in _PLAIN}
+        fields |= {name: np.ones(lanes, np.float32) for name in ("top_p", "repetition_penalty")}
         fields |= {name: np.zeros(lanes, np.int32) for name in ("top_k", "min_tokens", "max_tokens")}
         fields |= {"seed": np.zeros((lanes, 2), np.uint32), "bias": np.zeros((lanes, 0), np.float32)}
         self._all = Policy(**fields, stop_ids=np.full((lanes, MOST_STOPS), NO_ID, np.int32))
@@ -84,21 +87,10 @@ class Seats:
         """Write a sequence's parameters into its lane."""
         p, row = sequence.request.params, sequence.lane
         seed, stops = sequence.seed % 2**64, sequence.request.stop_ids[:MOST_STOPS]
-        values = {
-            "temperature": p.temperature,
-            "top_k": p.top_k,
-            "top_p": p.top_p,
-            "min_p": p.min_p,
-            "repetition": p.repetition_penalty,
-            "presence": p.presence_penalty,
-            "frequency": p.frequency_penalty,
-            "seed": (seed >> 32, seed & 0xFFFFFFFF),
-            "stop_ids": stops + (NO_ID,) * (MOST_STOPS - len(stops)),
-            "min_tokens": p.min_tokens,
-            "max_tokens": p.max_tokens,
-        }
-        for name, value in values.items():
-            getattr(self._all, name)[row] = value
+        for name in _PLAIN:
+            getattr(self._all, name)[row] = getattr(p, name)
+        self._all.seed[row] = seed >> 32, seed & 0xFFFFFFFF
+        self._all.stop_ids[row] = stops + (NO_ID,) * (MOST_STOPS - len(stops))
         self._gathered = {}
 
     def policy(self, sequences: list[Sequence], count: int, mode: Mode) -> Policy:
@@ -198,11 +190,13 @@ def sample(
         drawn, *_ = _likeliest(scaled + gumbel(policy.seed, position, logits.shape[1]))
         token = jnp.where(policy.temperature > 0, drawn, token)
         best = jnp.where(policy.temperature > 0, scaled.max(-1), best)
-    sampled = _with_logprobs(raw, token, mode)
-    token = sampled.token
+    lanes, none = len(token), jnp.zeros((len(token), 0))
+    of_token = jnp.zeros(lanes), jnp.zeros(lanes, jnp.int32), none.astype(jnp.int32), none
+    if mode.logprobs:
+        of_token = logprobs_of(raw, token)
     if mode.biased or mode.filtered:
         token = jnp.where(best > -jnp.inf, token, NONE_LEFT)
-    return dataclasses.replace(sampled, token=jnp.where(sane, token, BAD))
+    return Sampled(jnp.where(sane, token, BAD), *of_token)
 
 
 def _likeliest(
@@ -229,16 +223,15 @@ def _likeliest(
     return token, best, rest[0] if rest else None
 
 
-def _with_logprobs(raw, token, mode: Mode) -> Sampled:
-    lanes, vocab = raw.shape
-    if not mode.logprobs:
-        none = jnp.zeros((lanes, 0))
-        return Sampled(token, jnp.zeros(lanes), jnp.zeros(lanes, jnp.int32), none.astype(jnp.int32), none)
-    logprobs = jax.nn.log_softmax(raw, axis=-1)
+def logprobs_of(
+    logits: Float[Array, "Q V"], token: Int[Array, " Q"]
+) -> tuple[Float[Array, " Q"], Int[Array, " Q"], Int[Array, "Q top"], Float[Array, "Q top"]]:
+    """The log probability and the rank of each token, the likeliest ids, and their log probabilities."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, token[:, None], axis=1)
     rank = 1 + jnp.sum(logprobs > chosen, axis=-1)
-    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, vocab))
-    return Sampled(token, chosen[:, 0], rank.astype(jnp.int32), ids.astype(jnp.int32), values)
+    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    return chosen[:, 0], rank.astype(jnp.int32), ids.astype(jnp.int32), values
 
 
 def forbid_ends(
@@ -257,10 +250,10 @@ def forbid_ends(
 def penalise(logits: Float[Array, "Q V"], policy: Policy, counts: TokenCounts) -> Float[Array, "Q V"]:
     """Repetition divides positive logits and multiplies negative ones; frequency and presence subtract."""
     seen = counts.output > 0
-    factor = jnp.where(counts.prompt | seen, policy.repetition[:, None], 1.0)
+    factor = jnp.where(counts.prompt | seen, policy.repetition_penalty[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - policy.frequency[:, None] * counts.output
-    return logits - policy.presence[:, None] * seen
+    logits = logits - policy.frequency_penalty[:, None] * counts.output
+    return logits - policy.presence_penalty[:, None] * seen
 
 
 def kept(logits: Float[Array, "Q V"], policy: Policy) -> Bool[Array, "Q V"]:

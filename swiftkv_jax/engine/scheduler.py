@@ -188,7 +188,10 @@ class Scheduler:
         size = self.budget if self.invariant else max(size, least)
         left = size - used
         for sequence in reading:
-            count = self._chunk(sequence, left)
+            count = min(sequence.pending, left)
+            if count < sequence.pending:  # up to the end of a page, if that is not where it begins
+                stop = (sequence.cached + count) // self.page * self.page
+                count = stop - sequence.cached if stop > sequence.cached else count
             if count > 0:
                 work.append(Work(sequence, count))
                 left -= count
@@ -246,10 +249,10 @@ class Scheduler:
             self.pages.forget(page)
         for other in self.running.values():
             other.invalid |= not set(other.pages).isdisjoint(sequence.pages)
-        alone = [page for page in sequence.pages if self.pages.references(page) == 1]
+        alone = [page for page in sequence.pages if self.pages.references[page] == 1]
         if self.sources is None or sequence.source is None:
             return alone, []
-        return alone, [page for page in sequence.source.pages if self.sources.references(page) == 1]
+        return alone, [page for page in sequence.source.pages if self.sources.references[page] == 1]
 
     def _can_start(self, sequence: Sequence) -> bool:
         """False while a sibling still reads their prompt, whose pages it can then share."""
@@ -258,9 +261,7 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence) -> bool:
         if self.running and self.pages.available <= len(self.running):
-            return (
-                False  # at once: a long prompt would be hashed at every step. One page of its own is needed
-            )
+            return False  # at once: a long prompt would be hashed at every step, and needs a page of its own
         tokens = sequence.tokens
         shared, names = self._find(sequence, tokens)
         for page in shared:
@@ -314,14 +315,6 @@ class Scheduler:
             pages.append(page)
             names.append(name)
         return pages, names
-
-    def _chunk(self, sequence: Sequence, left: int) -> int:
-        """The number of tokens to read now: all pending ones, or up to the end of a page."""
-        count = min(sequence.pending, left)
-        if count < sequence.pending:
-            stop = (sequence.cached + count) // self.page * self.page
-            count = stop - sequence.cached if stop > sequence.cached else count
-        return count
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.lane is not None

@@ -19,7 +19,8 @@ from swiftkv_jax.core.rows import rounded
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.shapes import Array, Int, PyTree
 from swiftkv_jax.core.sharding import under
-from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
+from swiftkv_jax.engine.request import Logprob
+from swiftkv_jax.engine.sampling import logprobs_of
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE, Choice, logprobs
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
@@ -126,10 +127,7 @@ def scores(
 
     def block(part):
         x, target = part
-        logprobs = jax.nn.log_softmax(logits(model, params, x), axis=-1)
-        chosen = jnp.take_along_axis(logprobs, target[:, None], axis=1)
-        values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]))
-        return chosen[:, 0], 1 + jnp.sum(logprobs > chosen, axis=-1), ids, values
+        return logprobs_of(logits(model, params, x), target)
 
     cut = (x.reshape(-1, _BLOCK, x.shape[-1]), following.reshape(-1, _BLOCK))
     out = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), jax.lax.map(block, cut))

@@ -11,7 +11,7 @@ from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import surgery
 from swiftkv_jax.core.predict import Predicted, uniform
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.runner import taken, working_bytes
+from swiftkv_jax.engine.runner import allocated, working_bytes
 from swiftkv_jax.engine.settings import empty_pools, resolve
 
 KINDS = {
@@ -41,7 +41,8 @@ def test_no_program_takes_more_than_is_kept_for_the_largest(kind):
     calls = [program.call for program in llm.engine.runner.programs()]
     kept = working_bytes(llm.model, llm.params, llm.mesh, llm.settings)
     assert len(calls) >= 10
-    assert max(taken(call) for call in calls) <= kept
+    compiled = (call.func.lower(*call.args, **call.keywords).compile() for call in calls)
+    assert max(map(allocated, compiled)) <= kept
     more = dataclasses.replace(llm.settings, num_pages=4 * llm.settings.num_pages)
     assert working_bytes(llm.model, llm.params, llm.mesh, more) == kept
 

@@ -74,9 +74,9 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self):
         pages, flat = self.pages, [p for held in self.held.values() for p in held]
-        assert all(pages.references(p) == flat.count(p) for p in range(COUNT))
+        assert all(pages.references[p] == flat.count(p) for p in range(COUNT))
         assert pages.used == len(set(flat)) and pages.total == COUNT - 1
-        cached, named = {page for page in pages._key if not pages.references(page)}, pages._name
+        cached, named = {page for page in pages._key if not pages.references[page]}, pages._name
         assert set(pages._key) == cached | set(flat) <= set(range(1, COUNT)) and len(cached) == pages.cached
         assert cached <= self.validated, "kept, and nobody has validated for it"
         assert self.validated - cached <= set(flat), "validated for, and not kept"

@@ -20,8 +20,13 @@ gumbel = jax.jit(sampling.gumbel, static_argnums=2)
 def policy(lanes: int, **changes) -> Policy:
     """Neutral rules for every lane, some of them changed."""
     one, whole = jnp.ones(lanes), jnp.zeros(lanes, jnp.int32)
-    neutral = {"temperature": one, "top_k": whole, "top_p": one, "min_p": 0 * one, "repetition": one}
-    neutral |= {"presence": 0 * one, "frequency": 0 * one, "min_tokens": whole, "max_tokens": whole + 99}
+    neutral = {"temperature": one, "top_k": whole, "top_p": one, "min_p": 0 * one, "repetition_penalty": one}
+    neutral |= {
+        "presence_penalty": 0 * one,
+        "frequency_penalty": 0 * one,
+        "min_tokens": whole,
+        "max_tokens": whole + 99,
+    }
     seeds = np.stack([np.zeros(lanes), np.arange(lanes)], 1).astype(np.uint32)
     neutral |= {"seed": jnp.asarray(seeds), "stop_ids": jnp.full((lanes, 4), NO_ID)}
     neutral |= {"bias": jnp.zeros((lanes, 0))}
@@ -89,12 +94,12 @@ def test_penalties():
     history = jnp.asarray(random.integers(0, 20, (lanes, length)), jnp.int32)
     prompt = jnp.asarray([10, 1, 5, 10, 20, 30])
     counts = TokenCounts.of(history, prompt, jnp.full(lanes, length), vocab)
-    got = penalise(logits, policy(lanes, repetition=1.7), counts)
+    got = penalise(logits, policy(lanes, repetition_penalty=1.7), counts)
     theirs = torch.tensor(np.asarray(logits))
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(np.asarray(history, np.int64)), theirs)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
 
-    got = penalise(logits, policy(lanes, presence=0.6, frequency=-0.25), counts)
+    got = penalise(logits, policy(lanes, presence_penalty=0.6, frequency_penalty=-0.25), counts)
     for lane in range(lanes):  # the output alone counts
         counts = np.bincount(np.asarray(history[lane, int(prompt[lane]) :]), minlength=vocab)
         want = np.asarray(logits[lane]) - 0.6 * (counts > 0) + 0.25 * counts
@@ -120,7 +125,7 @@ def test_no_token_is_made_up_where_every_one_is_ruled_out():
     for sampled in (0.0, 1.0):
         bias = jnp.zeros((4, 8)).at[0].set(-jnp.inf).at[1].set(-jnp.inf).at[1, 5].set(0)
         rules = policy(4, temperature=sampled, min_tokens=9, stop_ids=[[5, NO_ID, NO_ID, NO_ID]])
-        rules = dataclasses.replace(rules, bias=bias, repetition=jnp.asarray([1, 1, 1, 1.0]))
+        rules = dataclasses.replace(rules, bias=bias, repetition_penalty=jnp.asarray([1, 1, 1, 1.0]))
         logits = jnp.zeros((4, 8)).at[3, 2].set(jnp.nan)
         nobody = TokenCounts(jnp.zeros((4, 8), bool), jnp.zeros((4, 8), jnp.int32))
         zero = jnp.zeros(4, jnp.int32)
@@ -205,7 +210,7 @@ def test_the_full_mode_samples_the_tokens_of_the_plain_mode(temperature):
 
 def test_logprobs_are_of_the_raw_distribution():
     logits, position = random_logits(5), jnp.arange(5, dtype=jnp.int32)
-    rules = dataclasses.replace(policy(5, temperature=1.9, top_k=50, repetition=3.0))
+    rules = dataclasses.replace(policy(5, temperature=1.9, top_k=50, repetition_penalty=3.0))
     counts = TokenCounts(jnp.ones((5, 300), bool), jnp.ones((5, 300), jnp.int32))
     got = sample(logits, rules, counts, position, position, FULL)
     wide = np.asarray(logits, np.float64)

@@ -84,7 +84,7 @@ class Traffic(RuleBasedStateMachine):
     def _write(self, one: Sequence, start: int, stop: int) -> None:
         for at, token in zip(range(start, stop), self._rows(one, start, stop), strict=True):
             page = one.pages[at // PAGE]
-            assert self.pages.references(page) == 1, "a shared page is never written"
+            assert self.pages.references[page] == 1, "a shared page is never written"
             self.holds.setdefault(page, [None] * PAGE)[at % PAGE] = token
             self.proven.discard(page)
 
@@ -138,8 +138,8 @@ class Traffic(RuleBasedStateMachine):
         running = list(self.scheduler.running.values())
         flat = [page for one in running for page in one.pages]
         assert len(set(flat)) == self.pages.used
-        assert all(self.pages.references(page) == flat.count(page) for page in set(flat))
-        cached = {page for page in self.pages._key if not self.pages.references(page)}
+        assert all(self.pages.references[page] == flat.count(page) for page in set(flat))
+        cached = {page for page in self.pages._key if not self.pages.references[page]}
         assert len(cached) == self.pages.cached and cached <= self.proven, (
             "kept, though nobody has sampled a token after it"
         )
