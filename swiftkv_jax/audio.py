@@ -133,9 +133,8 @@ def _read(audio, where: str) -> Sound:
         channels = 1 if samples.ndim == 1 else samples.shape[1]
         mono = samples if samples.ndim == 1 or not samples.size else _mixed(samples)
         return Sound(samples=mono.reshape(-1), rate=rate, channels=channels)
-    raise UsageError(
-        f"{where} must be a wav file's path, bytes, or (samples, rate), not {type(audio).__name__}"
-    )
+    given = type(audio).__name__
+    raise UsageError(f"{where} must be a wav file's path, bytes, or (samples, rate), not {given}")
 
 
 def _mixed(samples: Float[np.ndarray, "n channels"]) -> Float[np.ndarray, " n"]:
@@ -148,10 +147,8 @@ def _array(samples, where: str) -> np.ndarray:
     """Floats of full scale 1, [n] or [n, channels]."""
     samples = np.asarray(samples)
     if samples.ndim not in (1, 2) or samples.dtype.kind not in "iuf":
-        shape = list(samples.shape)
-        raise UsageError(
-            f"{where}: samples must be numbers [n] or [n, channels], not {samples.dtype} {shape}"
-        )
+        given = f"{samples.dtype} {list(samples.shape)}"
+        raise UsageError(f"{where}: samples must be numbers [n] or [n, channels], not {given}")
     if samples.dtype.kind == "f":
         return samples.astype(np.float32)
     info = np.iinfo(samples.dtype)

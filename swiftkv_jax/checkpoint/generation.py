@@ -53,7 +53,7 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     decoder_start_token_id: int | None = None
-    speech: Speech | None = None
+    speech: Speech = Speech()
 
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:

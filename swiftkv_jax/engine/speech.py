@@ -18,7 +18,6 @@ import numpy as np
 
 from swiftkv_jax import audio
 from swiftkv_jax.audio import AudioSettings
-from swiftkv_jax.checkpoint.generation import Speech
 from swiftkv_jax.common.errors import UsageError, suggest
 from swiftkv_jax.core.shapes import Float
 from swiftkv_jax.engine.request import (
@@ -87,11 +86,6 @@ def settings(llm) -> AudioSettings:
     return how
 
 
-def speech_tokens(llm) -> Speech:
-    """The special token ids of the model's speech prompts."""
-    return llm.generation.speech or Speech()
-
-
 def language_code(named: str, languages: Iterable[str], where: str = "language") -> str:
     """The code of a language given by its code or its English name."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
@@ -107,7 +101,7 @@ def prompt_tokens(
     llm, language: str | None, task: str = "transcribe", previous: Sequence[int] = (), where: str = "audio"
 ) -> list[int]:
     """The decoder's prompt: preceding text, language, task, no timestamps."""
-    speech = speech_tokens(llm)
+    speech = llm.generation.speech
     languages, tasks = dict(speech.languages), dict(speech.tasks)
     if task not in TASKS:
         raise UsageError(f"{where}: task must be one of {', '.join(TASKS)}, not {task!r}")
@@ -136,7 +130,7 @@ def window_request(
     where: str = "audio",
 ) -> Request:
     """The request for the text of one window."""
-    speech = speech_tokens(llm)
+    speech = llm.generation.speech
     prompt = prompt_tokens(llm, language, task, previous, where)
     first = tuple(token for token in speech.first_suppressed if token < llm.model.config.vocab_size)
     ruled_out = {"bad_ids": tuple((token,) for token in speech.suppressed), "first_bad_ids": first}
@@ -145,7 +139,7 @@ def window_request(
 
 def language_request(llm, frames: Frames) -> Request | None:
     """The request whose only output token is the language of a window; None if the model knows only one."""
-    languages = [token for _, token in speech_tokens(llm).languages]
+    languages = [token for _, token in llm.generation.speech.languages]
     if not languages:
         return None
     params = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=languages, ignore_eos=True)
@@ -181,7 +175,7 @@ class Dictation:
 
     def answered(self, llm, tokens: Sequence[int]) -> "Dictation":
         """The same with the language that the answer to `question` names, if it names one."""
-        codes = {token: code for code, token in speech_tokens(llm).languages}
+        codes = {token: code for code, token in llm.generation.speech.languages}
         return dataclasses.replace(self, language=next(map(codes.get, tokens), None) or self.language)
 
 
@@ -204,8 +198,8 @@ def listen(
         raise UsageError(f"{where}: {said}; at most {most} may come at once")
     samples = audio.resampled(given.samples, given.rate, how.rate)
     windows = [audio.features(window, how) for window in audio.windows(samples, how)]
-    codes, question = [code for code, _ in speech_tokens(llm).languages], None
-    if (language := language or speech_tokens(llm).language) is not None:
+    codes, question = [code for code, _ in llm.generation.speech.languages], None
+    if (language := language or llm.generation.speech.language) is not None:
         language = language_code(language, codes or ["en"])
     else:
         language, question = next(iter(codes), None), language_request(llm, windows[0])
@@ -221,7 +215,7 @@ def run(llm, dictations: Sequence[Dictation]) -> Iterator[tuple[int, Dictation, 
     answers = dict(llm.run([dictations[i].question for i in asking]))
     known = dict(enumerate(dictations))
     for number, i in enumerate(asking):
-        if failed(answers[number]):
+        if answers[number].outputs[0].finish_reason == "error":
             yield i, known.pop(i), [answers[number]]
         else:
             known[i] = known[i].answered(llm, answers[number].outputs[0].token_ids)
@@ -233,11 +227,6 @@ def run(llm, dictations: Sequence[Dictation]) -> Iterator[tuple[int, Dictation, 
         outputs[i][window] = output
         if len(outputs[i]) == len(requests[i]):
             yield i, known[i], [of_window for _, of_window in sorted(outputs.pop(i).items())]
-
-
-def failed(output: RequestOutput) -> bool:
-    """Whether the model failed on a window."""
-    return output.outputs[0].finish_reason == "error"
 
 
 def _source_of(frames: Frames) -> dict[str, typing.Any]:
@@ -306,7 +295,7 @@ def transcribe(
         text = joined(window.outputs[0].text for window in windows)
         out.append(Transcription(text=text, language=each.language, windows=windows, **each.about))
         for number, output in enumerate(windows, 1):
-            if failed(output):
+            if output.outputs[0].finish_reason == "error":
                 place = f"{name}, window {number} of {len(each.windows)}"
                 wrong.append(f"{place}: {output.outputs[0].error}")
     if wrong:

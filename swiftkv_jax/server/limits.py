@@ -1,12 +1,12 @@
 """The first layer of the server: size, time and key of a request are checked before any route sees it."""
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import random
 import traceback
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -31,8 +31,8 @@ class Keys:
     """The API keys and the metrics key. All digests are compared, in constant time."""
 
     def __init__(self, keys: tuple[str, ...], metrics_key: str | None):
-        self._digests = [_digest(key.encode()) for key in keys]
-        self._metrics = None if metrics_key is None else _digest(metrics_key.encode())
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+        self._metrics = None if metrics_key is None else sha256(metrics_key.encode()).digest()
 
     def tenant(self, authorization: bytes) -> str | None:
         """The digest of the bearer's key; "" when no key is asked for; None when it is wrong."""
@@ -54,14 +54,10 @@ class Keys:
             raise ApiError(403, "/metrics takes only the key in --metrics-key-file")
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
 def _bearer(authorization: bytes) -> bytes:
     """The digest of KEY in `Bearer KEY`; with another scheme that of an empty key, which nobody can hold."""
     scheme, _, key = authorization.partition(b" ")
-    return _digest(key.strip() if scheme.lower() == b"bearer" else b"")
+    return sha256(key.strip() if scheme.lower() == b"bearer" else b"").digest()
 
 
 def _no_such_key() -> ApiError:
