@@ -15,7 +15,7 @@ from starlette.responses import Response
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
-from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, special_texts
+from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams, special_texts
 from swiftkv_jax.engine.sequence import RULED_OUT, Detokenizer, unfinished, word
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
@@ -27,11 +27,7 @@ log = logging.getLogger("swiftkv_jax.http")
 _BYTES_PER_TOKEN = 4  # of text, for an estimate before it is tokenised
 MOST_ENTRIES = 2**20  # log probabilities of prompts in one answer: 100 MB of JSON
 _MOST_BYTES_PER_TOKEN = 16  # a text longer than this times the context is refused unread
-_PLAIN = (  # fields of a body that SamplingParams also has
-    "n min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
-    "stop stop_token_ids bad_words allowed_token_ids logit_bias ignore_eos include_stop_str_in_output "
-    "skip_special_tokens"
-).split()
+_PLAIN = {*SamplingParams.names()} & {*schema.Sampling.model_fields} - {"max_tokens"}  # taken as they are
 _NAMED = re.compile(r"^(?:prompt|messages)(?: \d+)?: (\w+): |^(\w+)")
 
 
@@ -121,10 +117,15 @@ class Generator:
 
     async def respond(self, call: Call) -> Response:
         """Run a call; its reserved capacity is released however it ends."""
-        self._check_size(call)
+        limits, context = self.service.settings, self.llm.settings.max_model_len
+        if call.n > limits.max_n:
+            raise ApiError(400, f"n: must be at most {limits.max_n}", "n")
+        if max(map(size, call.prompts)) > _MOST_BYTES_PER_TOKEN * context:
+            message = f"{call.where}: too long for a context of {context} tokens"
+            raise ApiError(400, message, call.where, "context_length_exceeded")
         async with AsyncExitStack() as stack:
             record = stack.enter_context(RequestLog(call.caller))
-            guess = _demand(call, self.llm.settings.max_model_len)
+            guess = _demand(call, context)
             ticket = stack.enter_context(self.service.admit(call.caller.tenant, guess))
             total = sum(map(size, call.prompts))
             requests = await self.service.encode(
@@ -142,16 +143,6 @@ class Generator:
                 return EventStream(_events(call, deltas, record), stack.pop_all())
             return await _whole(call, deltas, record)
         raise AssertionError("unreachable: nothing above swallows an exception")
-
-    def _check_size(self, call: Call) -> None:
-        limits = self.service.settings
-        if call.n > limits.max_n:
-            raise ApiError(400, f"n: must be at most {limits.max_n}", "n")
-        context = self.llm.settings.max_model_len
-        for prompt in call.prompts:
-            if size(prompt) > _MOST_BYTES_PER_TOKEN * context:
-                message = f"{call.where}: too long for a context of {context} tokens"
-                raise ApiError(400, message, call.where, "context_length_exceeded")
 
     async def _openings(self, call: Call, requests: list[Request]) -> list[CompletionOutput]:
         """What `echo` puts first: the prompts and, with `logprobs`, their tokens' log probabilities."""

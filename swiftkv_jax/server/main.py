@@ -156,27 +156,22 @@ def _run(args: argparse.Namespace) -> int:
         lines = read_lines(args.input) if processes.is_first() else []
     flags = _given(args, (*_SAMPLING, "stop"))
     SamplingParams().updated(flags)  # a bad flag is found before the model is loaded
-    with working(_say(args), f"loading   {args.model or _DEMO}", TELL_S):
+    say = _say(args)
+    with working(say, f"loading   {args.model or _DEMO}", TELL_S):
         llm = _load(args)
     if not processes.is_first():
         return _follow(llm)
     with _leading(llm):
-        return _batch(llm, lines, flags, args)
-
-
-def _batch(llm, lines: list[tuple[int, str]], flags: dict, args: argparse.Namespace) -> int:
-    say = _say(args)
-    defaults = llm.defaults.updated({"max_tokens": None})
-    defaults = (speech.GREEDY if speech.takes_audio(llm) else defaults).updated(flags)
-    _describe(llm, defaults, args.model or _DEMO, say)
-    beside = Path(args.input).parent if args.input not in (None, "-") else Path()
-    jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say, beside)
-    if not args.output:
-        return _generate(llm, jobs, None, args, say)
-    output = Output(args.output, args.resume, jobs)
-    if len(output.left) < len(jobs):
-        say(f"{len(jobs) - len(output.left)} of {len(jobs)} prompts are done already in {args.output}")
-    return _generate(llm, output.left, output, args, say)
+        defaults = llm.defaults.updated({"max_tokens": None})
+        defaults = (speech.GREEDY if speech.takes_audio(llm) else defaults).updated(flags)
+        _describe(llm, defaults, args.model or _DEMO, say)
+        beside = Path(args.input).parent if args.input not in (None, "-") else Path()
+        jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say, beside)
+        output = Output(args.output, args.resume, jobs) if args.output else None
+        left = output.left if output else jobs
+        if len(left) < len(jobs):
+            say(f"{len(jobs) - len(left)} of {len(jobs)} prompts are done already in {args.output}")
+        return _generate(llm, left, output, args, say)
 
 
 def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[HttpSettings, dict]:
@@ -303,14 +298,13 @@ def _choose(args: argparse.Namespace, model: str | None = None):
     """The kernels of an LLM of `model`, while JAX has no devices yet."""
     from swiftkv_jax.engine.validate import choose_kernels
 
-    settings = _given(args, (*_ENGINE, "tensor-parallel-size"))
+    settings = _loading(args, model)
     if args.mesh:
         settings["tensor_parallel_size"] = mesh_axes(args.mesh).get("tensor", 1)
         if settings["tensor_parallel_size"] < 1:
             why = "kernels are chosen for each one's share of the heads, before JAX counts the devices"
             raise UsageError(f"--mesh {args.mesh}: give tensor a number of devices; {why}")
-    settings["slim"], settings["base"] = model is not None or args.slim == "on", None if model else args.base
-    return choose_kernels(model or args.model or _DEMO, args.dtype, **settings)
+    return choose_kernels(model or args.model or _DEMO, **settings)
 
 
 def _load(args: argparse.Namespace, model: str | None = None):
@@ -319,7 +313,7 @@ def _load(args: argparse.Namespace, model: str | None = None):
     from swiftkv_jax.engine.llm import LLM
 
     named = model or args.model or _DEMO
-    folder, base = local_folder(named), None if model else args.base
+    folder = local_folder(named)
     if folder.parent.name == "snapshots":  # in the hub's cache, named by its commit
         _say(args)(f"files     {named} at commit {folder.name}")
     with warnings.catch_warnings():
@@ -328,10 +322,18 @@ def _load(args: argparse.Namespace, model: str | None = None):
         if args.mesh:
             _choose(args, model)
         mesh = parse_mesh(args.mesh) if args.mesh else None
-        settings = _given(args, (*_ENGINE, "tensor-parallel-size"))
-        slim = model is not None or args.slim == "on"
-        settings |= {"quantization": args.quantization, "eight_bit_activations": args.eight_bit_activations}
-        return LLM(folder, dtype=args.dtype, mesh=mesh, slim=slim, base=base, **settings)
+        settings = {"quantization": args.quantization, "eight_bit_activations": args.eight_bit_activations}
+        return LLM(folder, mesh=mesh, **settings | _loading(args, model))
+
+
+def _loading(args: argparse.Namespace, model: str | None) -> dict:
+    """The arguments of an LLM that its kernels depend on; --slim and --base are of --model alone."""
+    own = {
+        "dtype": args.dtype,
+        "slim": bool(model) or args.slim == "on",
+        "base": None if model else args.base,
+    }
+    return own | _given(args, (*_ENGINE, "tensor-parallel-size"))
 
 
 def _given(args: argparse.Namespace, flags: Iterable[str]) -> dict:

@@ -61,12 +61,13 @@ class Metrics(Collector):
     """One registry, filled by the engine's thread and read by `/metrics`.
 
     Attributes:
+      registry: of all metrics.
       compilations: programs compiled, or read from the compilation cache, since this object was made.
     """
 
     def __init__(self, llm: LLM, settings: HttpSettings):
         self._names = (settings.model_name, "0")
-        self._registry, self._prefix = CollectorRegistry(), settings.metrics_prefix
+        self.registry, self._prefix = CollectorRegistry(), settings.metrics_prefix
         self._stats, self._tokens, self.compilations = Stats(), 0, 0
         self._plan = llm.model.plan
         gauges = {
@@ -90,30 +91,27 @@ class Metrics(Collector):
         sizes |= {"block_size": llm.settings.page_size, "num_gpu_blocks": llm.settings.num_pages}
         self._info("cache_config", "the cache", sizes)
         self._info("kernels", "which implementation runs each kind of kernel call", llm.kernels)
-        self._registry.register(self)
+        self.registry.register(self)
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def _info(self, name: str, text: str, values: dict) -> None:
-        info = Info(f"{self._prefix}{name}", text, registry=self._registry)
+        info = Info(f"{self._prefix}{name}", text, registry=self.registry)
         info.info({name: str(value) for name, value in values.items()} | {"model_name": self._names[0]})
 
     def _one(self, kind, name: str, text: str, buckets=None):
         options = {} if buckets is None else {"buckets": buckets}
-        metric = kind(f"{self._prefix}{name}", text, _LABELS, registry=self._registry, **options)
+        metric = kind(f"{self._prefix}{name}", text, _LABELS, registry=self.registry, **options)
         return metric.labels(*self._names)
 
     def _several(self, name: str, text: str, label: str, values: tuple[str, ...]) -> dict[str, Counter]:
-        metric = Counter(f"{self._prefix}{name}", text, (*_LABELS, label), registry=self._registry)
+        metric = Counter(f"{self._prefix}{name}", text, (*_LABELS, label), registry=self.registry)
         return {value: metric.labels(*self._names, value) for value in values}
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.compilations += event == _COMPILED
-
-    def all(self) -> Iterator[Metric]:
-        return iter(self._registry.collect())
 
     def stepped(self, engine: Engine, load: Load) -> None:
         """Count what the last launch did; on the engine's thread."""
@@ -202,7 +200,7 @@ class _Gaps:
 def render(everyone: Iterable[Metrics]) -> bytes:
     """Prometheus' text format. A metric of several models has one name, and labels tell the models apart."""
     families: dict[str, Metric] = {}
-    for family in (family for metrics in everyone for family in metrics.all()):
+    for family in (family for metrics in everyone for family in metrics.registry.collect()):
         known = families.setdefault(family.name, family)
         if known is not family:
             known.samples += family.samples

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -37,6 +37,10 @@ _ERROR = {
         }
     },
 }
+_FAILED = {
+    "description": "refused or failed; `message` gives the reason",
+    "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +59,25 @@ class Operation:
         return "GET" if self.body is None else "POST"
 
 
-def describe(operations: Iterable[Operation], keyed: bool, unguarded: Collection[str]) -> dict:
+def describe(operations: Collection[Operation], keyed: bool, unguarded: Collection[str]) -> dict:
     """The description of a server; `keyed`: it asks for a key everywhere but on the `unguarded` paths."""
-    operations = list(operations)
     bodies = [operation.body for operation in operations if operation.body is not None]
     where = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=where)
     paths: dict[str, dict] = {}
     for operation in operations:
         path = re.sub(r":\w+}", "}", operation.path)
-        known = _operation(operation, path)
+        done = {"description": "done", "content": {media: {} for media in operation.media}}
+        known: dict[str, typing.Any] = {
+            "summary": (inspect.getdoc(operation.handler) or "").splitlines()[0],
+            "responses": {"200": done, "default": _FAILED},
+        }
+        if names := re.findall(r"{(\w+)}", path):
+            text = {"type": "string"}
+            known["parameters"] = [{"name": n, "in": "path", "required": True, "schema": text} for n in names]
+        if operation.body is not None:
+            reference = {"$ref": where.format(model=operation.body.__name__)}
+            known["requestBody"] = {"required": True, "content": {operation.reads: {"schema": reference}}}
         if keyed and operation.path in unguarded:
             known["security"] = []
         paths.setdefault(path, {})[operation.method.lower()] = known
@@ -77,22 +90,4 @@ def describe(operations: Iterable[Operation], keyed: bool, unguarded: Collection
     if keyed:
         out["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
         out["security"] = [{_KEY: []}]
-    return out
-
-
-def _operation(operation: Operation, path: str) -> dict:
-    done = {"description": "done", "content": {media: {} for media in operation.media}}
-    failed = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
-    why = "refused or failed; `message` gives the reason"
-    out: dict[str, typing.Any] = {
-        "summary": (inspect.getdoc(operation.handler) or "").splitlines()[0],
-        "responses": {"200": done, "default": {"description": why, "content": failed}},
-    }
-    names = re.findall(r"{(\w+)}", path)
-    if names:
-        text = {"type": "string"}
-        out["parameters"] = [{"name": n, "in": "path", "required": True, "schema": text} for n in names]
-    if operation.body is not None:
-        reference = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
-        out["requestBody"] = {"required": True, "content": {operation.reads: {"schema": reference}}}
     return out

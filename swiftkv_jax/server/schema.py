@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Callable
+from typing import Annotated
 
 import pydantic
 from pydantic import (
@@ -22,12 +23,12 @@ from swiftkv_jax.text.messages import message
 
 _TEXT = 2**21  # characters: the body's own limit
 _ID = Field(ge=0, le=2**31 - 1)
-Id = typing.Annotated[int, _ID]
+Id = Annotated[int, _ID]
 # Lists stop at their first bad item: an error for each of a million would cost seconds and gigabytes.
-Ids = typing.Annotated[list[Id], Field(max_length=2**20, fail_fast=True)]
-Text = typing.Annotated[str, Field(max_length=_TEXT)]
-Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
-Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
+Ids = Annotated[list[Id], Field(max_length=2**20, fail_fast=True)]
+Text = Annotated[str, Field(max_length=_TEXT)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 _REFUSED = frozenset(  # unless their value asks for nothing
     (
@@ -60,11 +61,8 @@ def _few(value: typing.Any) -> typing.Any:
 
 
 _MOST_BIASES = 1024
-_Bias = typing.Annotated[
-    dict[
-        typing.Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
-        typing.Annotated[float, Field(ge=-100, le=100)],
-    ],
+_Bias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=_MOST_BIASES),
     BeforeValidator(_few),
 ]
@@ -79,8 +77,8 @@ def _one_or_several(value: typing.Any, check: Callable[[typing.Any], typing.Any]
         raise PydanticCustomError("stop", said) from None
 
 
-_Stops = typing.Annotated[
-    Stop | typing.Annotated[list[Stop], Field(max_length=32, fail_fast=True)], WrapValidator(_one_or_several)
+_Stops = Annotated[
+    Stop | Annotated[list[Stop], Field(max_length=32, fail_fast=True)], WrapValidator(_one_or_several)
 ]
 
 
@@ -97,54 +95,50 @@ class StreamOptions(_Body):
 class Sampling(_Body):
     """The fields that completions and chats share. None takes the model's default, then the API's."""
 
-    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    model: Annotated[str, Field(max_length=512)] | None = None
     n: Count | None = None
-    max_tokens: typing.Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    min_tokens: typing.Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    temperature: typing.Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: typing.Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: typing.Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: typing.Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: typing.Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: typing.Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: typing.Annotated[float, Field(gt=0, le=1e6)] | None = None
-    seed: typing.Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _Stops | None = None
-    stop_token_ids: typing.Annotated[list[Id], Field(max_length=64, fail_fast=True)] | None = None
-    bad_words: typing.Annotated[list[Stop], Field(max_length=32, fail_fast=True)] | None = None
-    allowed_token_ids: (
-        typing.Annotated[list[Id], Field(min_length=1, max_length=1024, fail_fast=True)] | None
-    ) = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=32, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[Id], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     logit_bias: _Bias | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: typing.Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
-    priority: typing.Annotated[int, Field(ge=0, le=100)] | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    priority: Annotated[int, Field(ge=0, le=100)] | None = None
 
 
-_Texts = typing.Annotated[
-    list[typing.Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)
-]
-_Tokens = typing.Annotated[Ids, Field(min_length=1)]
-_Lists = typing.Annotated[list[_Tokens], Field(min_length=1, fail_fast=True)]
+_Texts = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
+_Tokens = Annotated[Ids, Field(min_length=1)]
+_Lists = Annotated[list[_Tokens], Field(min_length=1, fail_fast=True)]
 _STRICT = ConfigDict(strict=True)
 _PROMPTS: dict[type, pydantic.TypeAdapter] = {
     str: pydantic.TypeAdapter(_Texts, config=_STRICT),
     list: pydantic.TypeAdapter(_Lists, config=_STRICT),
 }
-_PROMPT = pydantic.TypeAdapter(typing.Annotated[Text, Field(min_length=1)] | _Texts | _Tokens | _Lists)
+_PROMPT = pydantic.TypeAdapter(Annotated[Text, Field(min_length=1)] | _Texts | _Tokens | _Lists)
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: typing.Annotated[typing.Any, WithJsonSchema(_PROMPT.json_schema())]  # checked by `prompts`
+    prompt: Annotated[typing.Any, WithJsonSchema(_PROMPT.json_schema())]  # checked by `prompts`
     echo: bool | None = None
     add_special_tokens: bool = True
-    logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 def _message(value: dict[str, typing.Any]) -> dict[str, typing.Any]:
@@ -174,8 +168,8 @@ _MESSAGE = {
     },
     "description": "one turn of a chat; its content may be missing only beside tool calls",
 }
-_Message = typing.Annotated[dict[str, typing.Any], AfterValidator(_message), WithJsonSchema(_MESSAGE)]
-Messages = typing.Annotated[list[_Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+_Message = Annotated[dict[str, typing.Any], AfterValidator(_message), WithJsonSchema(_MESSAGE)]
+Messages = Annotated[list[_Message], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class ChatRequest(Sampling):
@@ -185,13 +179,13 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class TokenizeRequest(_Body):
     """POST /tokenize: either a prompt or messages."""
 
-    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    model: Annotated[str, Field(max_length=512)] | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
@@ -201,7 +195,7 @@ class TokenizeRequest(_Body):
 class DetokenizeRequest(_Body):
     """POST /detokenize."""
 
-    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    model: Annotated[str, Field(max_length=512)] | None = None
     tokens: Ids
 
 
@@ -214,12 +208,12 @@ class SpeechRequest(_Body):
 
     model_config = ConfigDict(strict=False)  # a form's values are texts
 
-    file: typing.Annotated[typing.Any, WithJsonSchema(_FILE)] = None
-    model: typing.Annotated[str, Field(max_length=512)] | None = None
-    language: typing.Annotated[str, Field(min_length=1, max_length=32)] | None = None
-    prompt: typing.Annotated[str, Field(max_length=2**14)] | None = None
+    file: Annotated[typing.Any, WithJsonSchema(_FILE)] = None
+    model: Annotated[str, Field(max_length=512)] | None = None
+    language: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    prompt: Annotated[str, Field(max_length=2**14)] | None = None
     response_format: typing.Literal["json", "text"] = "json"
-    temperature: typing.Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 Body = typing.TypeVar("Body", bound=_Body)

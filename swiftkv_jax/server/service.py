@@ -349,7 +349,7 @@ class Service:
         def post():
             for stream, item in posts:
                 if item:
-                    stream.post(item)
+                    stream.inbox.put_nowait(item)
 
         if not loop.is_closed():
             loop.call_soon_threadsafe(post)

@@ -5,7 +5,6 @@ joined. If no language is given, it is detected in the first window before the o
 """
 
 import dataclasses
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import UploadFile
@@ -93,7 +92,13 @@ class Listener:
 
         def work():
             params = speech.GREEDY.updated({"temperature": call.body.temperature or 0.0})
-            options = call.body.language, call.task, params, self._previous(call), "file"
+            text, previous = (call.body.prompt or "").strip(), ()
+            if text and self.llm.tokenizer is None:
+                raise UsageError("prompt is text, and this model has no tokenizer")
+            if text:  # before the audio: at most as many tokens as the model was trained on
+                tokens = self.llm.tokenizer.encode(f" {text}", add_special_tokens=False)
+                previous = tokens[1 - self.llm.settings.max_model_len // 2 :]
+            options = call.body.language, call.task, params, previous, "file"
             most = self.service.settings.max_sequences
             dictation = speech.listen(self.llm, call.sound, *options, most)
             return dictation, dictation.requests(self.llm)
@@ -103,16 +108,6 @@ class Listener:
         except UsageError as error:
             name = next((n for n in ("language", "prompt") if f"{n} " in str(error)[:40]), "file")
             raise ApiError(400, str(error), name) from error
-
-    def _previous(self, call: SpeechCall) -> Sequence[int]:
-        """Token ids of the text before the audio, at most as many as the model was trained on."""
-        text = (call.body.prompt or "").strip()
-        if not text:
-            return ()
-        if self.llm.tokenizer is None:
-            raise UsageError("prompt is text, and this model has no tokenizer")
-        most = self.llm.settings.max_model_len // 2 - 1
-        return self.llm.tokenizer.encode(f" {text}", add_special_tokens=False)[-most:]
 
     async def _run(
         self, call: SpeechCall, requests: list[Request], ticket, record: RequestLog

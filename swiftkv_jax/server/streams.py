@@ -21,6 +21,7 @@ class Stream:
 
     Attributes:
       numbers: request id -> prompt number. sequences: completions in all. left: unfinished ones.
+      inbox: what came of them, put there on `loop`.
     """
 
     def __init__(self, service, requests: list[Request], ticket: Ticket):
@@ -29,15 +30,12 @@ class Stream:
         self.left = self.sequences = sum(request.params.n for request in requests)
         self.ended: set[tuple[str, int]] = set()  # completions whose end was posted; the engine's thread only
         self.loop = asyncio.get_running_loop()
-        self._inbox: asyncio.Queue = asyncio.Queue()
-
-    def post(self, item) -> None:
-        self._inbox.put_nowait(item)
+        self.inbox: asyncio.Queue = asyncio.Queue()
 
     async def __aenter__(self) -> "Stream":
         self._service.enter(self)
         try:
-            first = await self._inbox.get()
+            first = await self.inbox.get()
         except BaseException:
             self._service.leave(self)
             raise
@@ -51,7 +49,7 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while self.left:
-            post = await self._inbox.get()
+            post = await self.inbox.get()
             if isinstance(post, Exception):
                 raise post
             for delta in post:
