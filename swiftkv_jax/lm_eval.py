@@ -162,15 +162,11 @@ class SwiftKV(TemplateLM):
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(ids[-(self.max_length - (chosen.max_tokens or 0)) :])
             params.append(chosen)
-        texts = self.written(prompts, params, disable_tqdm)
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        texts = [output.outputs[0].text for output in outputs]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
-
-    def written(self, prompts: list[list[int]], params: list[SamplingParams], quiet: bool) -> list[str]:
-        """The texts that follow some prompts."""
-        outputs = self.llm.generate(prompts, params, use_tqdm=not quiet)
-        return [output.outputs[0].text for output in outputs]
 
     def sampling(self, options: dict) -> SamplingParams:
         """The model's own defaults, overridden by a task's generation_kwargs."""

@@ -49,16 +49,16 @@ def nothing_is_written(*_args):
 
 
 @pytest.mark.slow
-def test_a_model_writes_its_answers_once_and_a_run_trains_on_them(model, source, monkeypatch):
-    said: list[str] = []
+def test_a_model_writes_its_answers_once_and_a_run_trains_on_them(model, source, monkeypatch, capsys):
     data = DataConfig(sources=(source,), seq_len=64, batch_size=1, mask="assistant")
     e = Experiment(name="x", model=str(model), plan=PlanConfig(split=2), data=data, evaluation=data)
     with monkeypatch.context() as patch:
-        ready = teacher_chats.with_chats(e, said.append)
+        ready = teacher_chats.with_chats(e)
         patch.setattr(teacher_chats, "_answers", nothing_is_written)
-        assert teacher_chats.with_chats(e, said.append) == ready
+        assert teacher_chats.with_chats(e) == ready
     (path,) = ready.data.sources
     assert ready.evaluation is not None and ready.evaluation.sources == (path,)
+    said = capsys.readouterr().out.splitlines()
     assert said[0] == f"{model.name} answers 3 prompts ..."
     told = [line for line in said if " wrote " in line]
     assert "wrote 3 chats, " in told[0] and all("wrote before" in line for line in told[1:])
@@ -104,9 +104,9 @@ def test_answers_outlast_a_disk_that_is_full_at_the_end(model, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         with pytest.raises(UsageError, match="No space left"):
-            teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
-    done = teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
-    assert asked == [[0, 1, 2], []] and done.chats == 3
+            teacher_chats.write_chats(str(model), prompts, path)
+    teacher_chats.write_chats(str(model), prompts, path)
+    assert asked == [[0, 1, 2], []]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -147,12 +147,11 @@ def test_answers_written_by_a_stopped_run_are_kept(model, tmp_path, monkeypatch)
     monkeypatch.setattr(teacher_chats, "_answers", answers)
     path = tmp_path / "chats.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
+        teacher_chats.write_chats(str(model), prompts, path)
     assert not path.exists()
     with (tmp_path / "chats.jsonl.part").open("a") as file:
         file.write('[1, "cut')
-    done = teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
-    assert asked == [[0, 1, 2], [0, 1]] and (done.chats, done.tokens) == (3, 6)
+    assert teacher_chats.write_chats(str(model), prompts, path) == 6 and asked == [[0, 1, 2], [0, 1]]
     rows = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
     assert [row[0]["content"] + row[1]["content"] for row in rows] == ["aanswer 0", "banswer 1", "canswer 2"]
     assert list(tmp_path.iterdir()) == [path]

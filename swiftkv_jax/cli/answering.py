@@ -77,10 +77,8 @@ def beside(
             (list(o.token_ids), o.text, -likelihoods(llm, [read])[0] / len(o.token_ids))
             for read, o in doing.counted(pairs)
         ]
-    count = len(prompts)
-    return Answers(*map(list, zip(*rows[:count], strict=True))), Answers(
-        *map(list, zip(*rows[count:], strict=True))
-    )
+    theirs, own = rows[: len(prompts)], rows[len(prompts) :]
+    return Answers(*map(list, zip(*theirs, strict=True))), Answers(*map(list, zip(*own, strict=True)))
 
 
 def likelihoods(llm: LLM, texts: Sequence[tuple[Sequence[int], int]]) -> list[float]:

@@ -79,10 +79,14 @@ def _our_eval(words: list[str]) -> str:
 
 
 def _run(module: str, compiles: str = "", claims: bool = False, **options: Any) -> int:
-    """The exit code of a module's `main`. With the flag `compiles` it uses no chip of this machine; `claims`:
-    it wants most of a GPU's memory."""
+    """The exit code of a module's `main`. With the flag `compiles`, for programs of other chips, it uses none
+    of this machine; `claims`: it wants most of a GPU's memory."""
     be_quiet()
-    cache_or_compile(compiles)
+    if compiles in sys.argv:
+        jax.config.update("jax_platforms", "cpu")
+        os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    else:
+        cache_programs()
     if claims:
         claim_gpu_memory()
     return importlib.import_module(f"swiftkv_jax.{module}").main(**options)
@@ -170,15 +174,6 @@ def claim_gpu_memory() -> None:
         return
     if 0 < share <= 1:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(share)
-
-
-def cache_or_compile(flag: str) -> None:
-    """Cache programs, or if `flag` is given, which compiles for other chips, use no chip of this machine."""
-    if flag not in sys.argv:
-        cache_programs()
-        return
-    jax.config.update("jax_platforms", "cpu")
-    os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 
 def cache_programs() -> None:

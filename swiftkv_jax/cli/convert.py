@@ -98,16 +98,8 @@ def _run(args: argparse.Namespace) -> None:
         except ValueError:
             raise UsageError(f"--keep takes layers as 0,2,4, not {args.keep!r}") from None
         part = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail, **start)
-    text = args.text or [str(CORPUS)]
-    convert(
-        args.model,
-        part,
-        args.out,
-        text,
-        args.length,
-        args.dtype,
-        answers=integer("--answers", args.answers, 0),
-    )
+    text, answers = args.text or str(CORPUS), integer("--answers", args.answers, 0)
+    convert(args.model, part, args.out, text, args.length, args.dtype, answers=answers)
 
 
 def convert(

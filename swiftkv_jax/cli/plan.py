@@ -17,7 +17,7 @@ from swiftkv_jax.cli.convert import check_standard
 from swiftkv_jax.common.bucket import is_bucket
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, first_line
-from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.hf import read_config_json
 from swiftkv_jax.config.model import ModelConfig, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
@@ -210,11 +210,11 @@ def size(count: int) -> str:
     return f"{count / 1e3:.3g} K"
 
 
-def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say = show) -> None:
+def measure(name: str, text: str, chosen: list[int], max_tokens: int) -> None:
     """Print layer similarity on a text, and the cost of each split there before training."""
-    say("")
+    show("")
     with tempfile.TemporaryDirectory(prefix="swiftkv-plan-") as scratch:
-        with working(say, f"reading {name} and {text}"):
+        with working(show, f"reading {name} and {text}"):
             folder = local_folder(name)
             tokenizer = load_tokenizer(folder)
             check_vocabulary(tokenizer, ModelConfig.from_hf(folder))
@@ -223,17 +223,18 @@ def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say =
                 Path(scratch),
             )
             experiment = untrained.on_tokens(folder, *parts, max_tokens)
-        with untrained.opened(experiment, tokenizer, say) as trial:
+        with untrained.opened(experiment, tokenizer, show) as trial:
             batches = [(np.asarray(b.tokens), np.asarray(b.segments)) for b in trial.held_out]
             tokens = np.concatenate([ids[segments > 0] for ids, segments in batches])
-            with working(say, f"comparing the layers' inputs on {len(tokens):,} tokens"):
+            with working(show, f"comparing the layers' inputs on {len(tokens):,} tokens"):
                 scores, _ = layer_similarity(*trial.loaded[0], tokens)
             shown = " ".join(f"{score:.2f}" for score in scores[:-1])
-            say(f"SimScore by layer, the mean cosine of its input with all later layers': {shown}")
-            say(f"the paper's rule, the first split from which it stays above 0.5: {suggested_split(scores)}")
-            say("quality before training, evaluated on another part of the text than it is fitted on:")
-            figures = trial.by_split(chosen, say)
+            show(f"SimScore by layer, the mean cosine of its input with all later layers': {shown}")
+            first = suggested_split(scores)
+            show(f"the paper's rule, the first split from which it stays above 0.5: {first}")
+            show("quality before training, evaluated on another part of the text than it is fitted on:")
+            figures = trial.by_split(chosen, show)
     kl = {split: cost["kl"] for split, cost in figures.items()}
     if any(2 * split >= len(scores) for split in chosen):
         best = untrained.chosen_split(kl, len(scores))
-        say(f"of these splits, swiftkv distil --split auto would choose {best}")
+        show(f"of these splits, swiftkv distil --split auto would choose {best}")

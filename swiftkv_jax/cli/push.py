@@ -4,7 +4,7 @@ from pathlib import Path
 
 from swiftkv_jax.checkpoint.write import ADAPTER, INDEX, SINGLE
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, first_line
-from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.model import plan_from_hf
 from swiftkv_jax.distill.report import LIBRARY
 
@@ -24,22 +24,18 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run; exit code 0, 2 for bad usage or no access, 130 for Ctrl-C."""
-
-    def run() -> None:
-        push(**vars(parser().parse_args(argv)))
-
-    return exit_code(run, failures=(OSError,))
+    return exit_code(lambda: push(**vars(parser().parse_args(argv))), failures=(OSError,))
 
 
-def push(folder: Path, repo: str, private: bool = False, revision: str | None = None, say: Say = show) -> str:
-    """Upload an export and return the address of the commit. The hub itself checks the model card."""
+def push(folder: Path, repo: str, private: bool = False, revision: str | None = None) -> None:
+    """Upload an export; print the address of the commit. The hub itself checks the model card."""
     check_export(folder)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     api = HfApi(library_name=LIBRARY)
     try:
-        with working(say, f"uploading {folder} to {repo}"):
+        with working(show, f"uploading {folder} to {repo}"):
             api.create_repo(repo, private=private, exist_ok=True)
             if revision is not None:
                 api.create_branch(repo, branch=revision, exist_ok=True)
@@ -52,8 +48,7 @@ def push(folder: Path, repo: str, private: bool = False, revision: str | None = 
         denied = status in (401, 403) or isinstance(error, LocalTokenNotFoundError)
         advice = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
         raise UsageError(f"cannot push to {repo}: {first_line(error)}{advice if denied else ''}") from error
-    say(f"uploaded: {done.commit_url}")
-    return done.commit_url
+    show(f"uploaded: {done.commit_url}")
 
 
 def check_export(folder: Path) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from swiftkv_jax.analysis import flops, hlo
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.families import FAMILIES
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
@@ -32,13 +32,7 @@ _ROW = "{:<24}{:>12}{:>10}{:>9}  {}"
 
 
 def report(
-    name: str,
-    config: ModelConfig,
-    plan: KVPlan,
-    context: int,
-    where: str,
-    quantization: str | None = None,
-    say: Say = show,
+    name: str, config: ModelConfig, plan: KVPlan, context: int, where: str, quantization: str | None = None
 ) -> None:
     """Compile what an engine of default settings runs with the heads over all chips of a topology, and print
     a table. Where a chip does not run the kernels that are expected to win, the safe ones are compiled."""
@@ -60,7 +54,7 @@ def report(
 
     def taken(settings: Settings) -> int:
         smallest = dataclasses.replace(settings, num_pages=settings.pages_per_sequence)
-        return max(_compiled(Runner(model, params, mesh, smallest, described), say))
+        return max(_compiled(Runner(model, params, mesh, smallest, described)))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         settings, kernels = Settings(max_model_len=context), "the safe ones"
@@ -68,9 +62,9 @@ def report(
         with contextlib.suppress(UsageError):
             resolve(dataclasses.replace(named, num_pages=context), model, [], mesh)
             settings, kernels = named, KERNELS[platform]
-        say(f"{name}, split {plan.depth}, {plan.num_rows} rows, on {where}: heads over {len(devices)} chips")
-        say(f"kernels: {kernels} (assumed; the check on the device decides)\n")
-        say(_ROW.format("program", "temporary", "launches", "compile", "collectives of a step"))
+        show(f"{name}, split {plan.depth}, {plan.num_rows} rows, on {where}: heads over {len(devices)} chips")
+        show(f"kernels: {kernels} (assumed; the check on the device decides)\n")
+        show(_ROW.format("program", "temporary", "launches", "compile", "collectives of a step"))
         try:
             settings = resolve(settings, model, [chip], mesh, taken)
         except MemoryError as error:
@@ -78,10 +72,10 @@ def report(
         pool = jax.eval_shape(partial(empty_pool, model, settings, mesh))
     assert settings.num_pages is not None  # see `resolve`
     cache = f"cache {gib(pool.bytes_on_each)} ({settings.num_pages * settings.page_size:,} tokens)"
-    say(f"\non each chip: weights {gib(used)}, {cache}, of {gib(memory)}")
+    show(f"\non each chip: weights {gib(used)}, {cache}, of {gib(memory)}")
 
 
-def _compiled(runner: Runner, say: Say) -> Iterator[int]:
+def _compiled(runner: Runner) -> Iterator[int]:
     """Compile its programs and print their rows of the table; yield the bytes that each takes."""
     lanes, size = runner.lanes, runner.budget
     step, _, loop = runner.largest(mode=MODES[0])
@@ -92,10 +86,10 @@ def _compiled(runner: Runner, say: Say) -> Iterator[int]:
     }
     for name, call in programs.items():
         begin = time.perf_counter()
-        with working(say, f"compiling {name}"):
+        with working(show, f"compiling {name}"):
             made, text = compiled(call.func.lower(*call.args, **call.keywords))
         seconds = f"{time.perf_counter() - begin:.0f} s"
         launches = sum(inside or call is not loop for *_, inside in hlo.launched(text)[0])
         counts = [f"{n} {kind} ({size / 1e6:,.1f} MB)" for kind, (n, size) in hlo.collectives(text).items()]
-        say(_ROW.format(name, gib(allocated(made)), launches, seconds, ", ".join(counts) or "none"))
+        show(_ROW.format(name, gib(allocated(made)), launches, seconds, ", ".join(counts) or "none"))
         yield allocated(made)

@@ -69,9 +69,7 @@ def _run(args: argparse.Namespace) -> None:
     folders = list(map(local_folder, models))
     tokenizers = list(map(load_tokenizer, folders))
     items = _items(args, tokenizers[0])
-    read = [
-        {place: reading(tokenizer, *place, item) for place, item in items.items()} for tokenizer in tokenizers
-    ]
+    read = [{place: reading(known, place[0], item) for place, item in items.items()} for known in tokenizers]
     check_alike(models, [list(each.values()) for each in read])
     texts = [(*text, _most(place[0], args.tokens)) for place, each in read[0].items() for text in each]
     longest = max(len(ids) + tokens * (len(ids) == given) for ids, given, tokens in texts)
@@ -145,7 +143,7 @@ def _size_with_answer(tokenizer: Tokenizer, answer: int, text: str) -> int:
     return len(_asked(tokenizer, text)) + answer
 
 
-def reading(tokenizer: Tokenizer, name: str, _number: int, item: dict) -> Reading:
+def reading(tokenizer: Tokenizer, name: str, item: dict) -> Reading:
     """What a model reads of an item: a prompt; or context and ending, for each ending."""
     asked = TASKS[name].asked(item)
     if isinstance(asked, str):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 
@@ -22,7 +22,7 @@ from swiftkv_jax.checkpoint.adapter import fingerprint, local_folder
 from swiftkv_jax.cli.answering import LANES, answered
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, explained
-from swiftkv_jax.common.progress import Doing, Say, show, working
+from swiftkv_jax.common.progress import Doing, show, working
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill.answers import asked_of
 from swiftkv_jax.distill.config import Experiment
@@ -48,32 +48,22 @@ class Sampling(checks.Checked):
     seed: checks.Natural = 0
 
 
-class Written(NamedTuple):
-    """The amount written: number of chats, tokens of their answers, and seconds."""
-
-    chats: int
-    tokens: int
-    seconds: float
-
-
-def with_chats(experiment: Experiment, say: Say = show) -> Experiment:
+def with_chats(experiment: Experiment) -> Experiment:
     """The experiment with files of chats in place of `self://` sources; missing files are written."""
     parts = {
-        name: dataclasses.replace(data, sources=sources_with_chats(data.sources, experiment.model, say))
+        name: dataclasses.replace(data, sources=sources_with_chats(data.sources, experiment.model))
         for name in ("data", "evaluation")
         if (data := getattr(experiment, name)) is not None
     }
     return dataclasses.replace(experiment, **parts)
 
 
-def sources_with_chats(sources: Sequence[str], model: str, say: Say = show) -> tuple[str, ...]:
+def sources_with_chats(sources: Sequence[str], model: str) -> tuple[str, ...]:
     """The sources with files of the model's chats in place of those that begin with `self://`."""
-    return tuple(
-        str(chats_of(model, source, say)) if source.startswith(SELF) else source for source in sources
-    )
+    return tuple(str(chats_of(model, source)) if source.startswith(SELF) else source for source in sources)
 
 
-def chats_of(model: str, source: str, say: Say = show) -> Path:
+def chats_of(model: str, source: str) -> Path:
     """The file of chats that a `self://` source stands for; it is written if it is missing."""
     if not model:
         raise UsageError(f"{source} needs a model to answer its prompts: give model")
@@ -86,12 +76,13 @@ def chats_of(model: str, source: str, say: Say = show) -> Path:
     key = [_VERSION, fingerprint(folder), tokenizer.fingerprint, prompts, dataclasses.asdict(sampling)]
     path = kept_at(f"self-{sha256(json.dumps(key).encode()).hexdigest()[:32]}.jsonl")
     if path.exists():
-        say(f"{source}: chats that {model} wrote before, in {path}")
+        show(f"{source}: chats that {model} wrote before, in {path}")
         return path
     if jax.process_count() > 1:
         raise UsageError(f"{source} is not written yet: write it with one process (--no-distributed)")
-    done = write_chats(str(folder), prompts, path, sampling, say)
-    say(f"{model} wrote {done.chats:,} chats, {done.tokens:,} tokens, in {done.seconds:.0f} s: {path}")
+    began = time.monotonic()
+    tokens, seconds = write_chats(str(folder), prompts, path, sampling), time.monotonic() - began
+    show(f"{model} wrote {len(prompts):,} chats, {tokens:,} tokens, in {seconds:.0f} s: {path}")
     return path
 
 
@@ -132,14 +123,13 @@ def prompts_of(source: str, texts: bool = False) -> list:
     return prompts
 
 
-def write_chats(
-    model: str, prompts: Sequence[Chat], path: Path, sampling: Sampling = Sampling(), say: Say = show
-) -> Written:
-    """Write the model's answers to `path`, a conversation a line, in the order of the prompts.
+def write_chats(model: str, prompts: Sequence[Chat], path: Path, sampling: Sampling = Sampling()) -> int:
+    """Write the model's answers to `path`, a conversation a line, in the order of the prompts; return the
+    number of their tokens.
 
     Each answer is saved beside `path` as soon as it is finished, so that a stopped run can continue.
     """
-    began, draft = time.monotonic(), path.with_name(f"{path.name}.part")
+    draft = path.with_name(f"{path.name}.part")
     with explained(f"write to {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         answers: dict[int, tuple[str, int]] = {}  # of each prompt: text, tokens
@@ -148,7 +138,7 @@ def write_chats(
                 number, text, tokens = json.loads(line)
                 answers[number] = text, tokens
         with (
-            working(say, f"{Path(model).name} answers {len(prompts):,} prompts") as doing,
+            working(show, f"{Path(model).name} answers {len(prompts):,} prompts") as doing,
             draft.open("a", encoding="utf-8") as file,
         ):
             left = [number for number in range(len(prompts)) if number not in answers]
@@ -165,7 +155,7 @@ def write_chats(
             file.writelines(json.dumps(row) + "\n" for row in rows)
         os.replace(whole, path)
         draft.unlink()
-    return Written(len(rows), sum(tokens for _, tokens in answers.values()), time.monotonic() - began)
+    return sum(tokens for _, tokens in answers.values())
 
 
 def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling: Sampling, doing: Doing):
