@@ -26,11 +26,11 @@ class Pages:
     compared on every hit, so that two prompts share rows only if they are the same.
 
     Attributes:
-      owned: pages of each key, used or cached. references: users of each page.
+      total: pages to allocate. references: users of each page. owned: pages of each key, used or cached.
     """
 
     def __init__(self, count: int):
-        self.count = count
+        self.total = count - 1
         self._free = list(range(count - 1, 0, -1))
         self.references = [0] * count
         self._named: dict[bytes, tuple[int, tuple[int, ...]]] = {}
@@ -39,10 +39,6 @@ class Pages:
         self._key: dict[int, str] = {}  # page -> the key it belongs to
         self.owned: Counter[str] = Counter()
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by key, least recently used first
-
-    @property
-    def total(self) -> int:
-        return self.count - 1
 
     @property
     def available(self) -> int:

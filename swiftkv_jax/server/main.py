@@ -328,11 +328,8 @@ def _load(args: argparse.Namespace, model: str | None = None):
 
 def _loading(args: argparse.Namespace, model: str | None) -> dict:
     """The arguments of an LLM that its kernels depend on; --slim and --base are of --model alone."""
-    own = {
-        "dtype": args.dtype,
-        "slim": bool(model) or args.slim == "on",
-        "base": None if model else args.base,
-    }
+    slim, base = (True, None) if model else (args.slim == "on", args.base)
+    own = {"dtype": args.dtype, "slim": slim, "base": base}
     return own | _given(args, (*_ENGINE, "tensor-parallel-size"))
 
 
