@@ -88,7 +88,7 @@ def test_batch_invariant_bfloat16_answers_are_bit_identical_in_any_batch(plan):
     """The engine has a prefix cache, and so few pages that requests wait for them."""
     prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 12), seed=7)
     prompts += [prompts[i][:16] + prompts[i + 1][:9] for i in range(6)]  # these begin like others
-    llm = narrow("acrosskv", batch_invariant=True, num_pages=26)
+    llm = narrow(plan, batch_invariant=True, num_pages=26)
     alone = [llm.generate([prompt], PARAMS, use_tqdm=False)[0].outputs[0] for prompt in prompts]
     llm.engine.count_anew()
     beside = in_company(llm, prompts, seed=1)
