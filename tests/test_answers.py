@@ -57,22 +57,8 @@ def test_answers_and_nats_are_those_of_transformers(tmp_path, prompts, capsys):
     convert(str(TEACHER), PlanConfig(split=3, init="least_squares", init_tokens=8192), student, length=128)
     capsys.readouterr()
     out = tmp_path / "pairs.jsonl"
-    assert (
-        main(
-            [
-                str(student),
-                "--against",
-                str(TEACHER),
-                "--prompts",
-                prompts,
-                "--tokens",
-                "24",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    words = ["--against", str(TEACHER), "--prompts", prompts, "--tokens", "24", "--out", str(out)]
+    assert main([str(student), *words]) == 0
     printed = figures(capsys.readouterr().out)
     pairs = [json.loads(line) for line in out.read_text().splitlines()]
 

@@ -18,71 +18,28 @@ from swiftkv_jax.tasks.retrieval import made
 from swiftkv_jax.tasks.words import capitals, language, sentences
 
 TEACHER = Path(__file__).resolve().parents[1] / "demo" / "teacher"
+SECOND = {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Fire"}
+PARTS = {"section_spliter": "PART", "num_sections": 2}
 # Instruction, what the data gives, an answer that follows, one that does not.
 LAWS = [
     ("keywords:existence", {"keywords": ["sea", "lamp"]}, "A Lamp by the sea.", "A lamp by the lake."),
-    (
-        "keywords:frequency",
-        {"keyword": "sea", "frequency": 2, "relation": "at least"},
-        "Sea and sea.",
-        "The sea.",
-    ),
-    (
-        "keywords:frequency",
-        {"keyword": "sea", "frequency": 2, "relation": "less than"},
-        "The sea.",
-        "Sea, sea.",
-    ),
+    ("keywords:frequency", {"keyword": "sea", "frequency": 2, "relation": "at least"}, "Sea, sea", "A sea"),
+    ("keywords:frequency", {"keyword": "sea", "frequency": 2, "relation": "less than"}, "A sea", "Sea, sea"),
     ("keywords:forbidden_words", {"forbidden_words": ["sea"]}, "The seaside.", "The Sea!"),
-    (
-        "keywords:letter_frequency",
-        {"letter": "Q", "let_frequency": 2, "let_relation": "at least"},
-        "Quiet queen",
-        "Queen",
-    ),
+    ("keywords:letter_frequency", {"letter": "Q", "let_frequency": 2, "let_relation": "at least"}, "Qq", "Q"),
     ("language:response_language", {"language": "de"}, "Der Hund ist nicht hier.", "The dog is not here."),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "less than"},
-        "One.",
-        "One. Two.",
-    ),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "Go.", "Go. Go."),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One\n***\nTwo", "One\n***\n***\nTwo"),
-    (
-        "length_constraints:number_words",
-        {"num_words": 3, "relation": "at least"},
-        "one-two three",
-        "one two!",
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Fire"},
-        "Water.\n\n'fire, then.",
-        "Fire.\n\nWater.",
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "fire"},
-        "Water.\n\nFire!",
-        "Water.\n\nFire!\n\nAir.",
-    ),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one-two on", "one two!"),
+    ("length_constraints:nth_paragraph_first_word", SECOND, "Water.\n\n'fire, then.", "Fire.\n\nWater."),
+    ("length_constraints:nth_paragraph_first_word", SECOND, "Water.\n\nFIRE!", "Water.\n\nFire!\n\nAir."),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name], [place]", "[name], (place)"),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Yes.\nP. S. No.", "Yes. PS: no."),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Yes.\np.p.s. No.", "Yes.\nP.S. No."),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n - b", "* a\n - b\n- c"),
     ("detectable_format:constrained_response", {}, "Well: My answer is no.", "My answer is nothing."),
-    (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
-        "*a b* and **c**",
-        "*a b* and **",
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
-        "SECTION 1\na\nSECTION 2\nb",
-        "SECTION 1\na\nSection 2\nb",
-    ),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a b*, **c**", "*a b*, **"),
+    ("detectable_format:multiple_sections", PARTS, "PART 1\na\nPART 2\nb", "PART 1\na\nPart 2\nb"),
     ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', '{"a": 1'),
     ("detectable_format:title", {}, "<<The sea>>\nIt is wide.", "<< >>\nIt is <wide>."),
     ("combination:two_responses", {}, "One\n******\nTwo", "One\n******\nOne"),

@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_jax.engine import sampling
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, TokenCounts
-from swiftkv_jax.engine.sequence import BAD, NONE_LEFT
+from swiftkv_jax.engine.sequence import BAD
 
 FULL = Mode(sampled=True, filtered=True, penalised=True, logprobs=True)
 sample = jax.jit(sampling.sample, static_argnums=5)
@@ -116,21 +116,6 @@ def test_incremental_token_counts_equal_those_of_the_whole():
     counts = counts.add(jnp.full(3, NO_ID))
     want = TokenCounts.of(history, prompt, prompt + 3, 9)
     jax.tree.map(np.testing.assert_array_equal, counts, want)
-
-
-@pytest.mark.slow
-def test_no_token_is_made_up_where_every_one_is_ruled_out():
-    """A bias, the length, or other rules leave only infinities; a neighbouring lane is unaffected."""
-    mode = FULL._replace(biased=True)
-    for sampled in (0.0, 1.0):
-        bias = jnp.zeros((4, 8)).at[0].set(-jnp.inf).at[1].set(-jnp.inf).at[1, 5].set(0)
-        rules = policy(4, temperature=sampled, min_tokens=9, stop_ids=[[5, NO_ID, NO_ID, NO_ID]])
-        rules = dataclasses.replace(rules, bias=bias, repetition_penalty=jnp.asarray([1, 1, 1, 1.0]))
-        logits = jnp.zeros((4, 8)).at[3, 2].set(jnp.nan)
-        nobody = TokenCounts(jnp.zeros((4, 8), bool), jnp.zeros((4, 8), jnp.int32))
-        zero = jnp.zeros(4, jnp.int32)
-        got = sample(logits, rules, nobody, zero, zero, mode).token.tolist()
-        assert got[:2] == [NONE_LEFT] * 2 and 0 <= got[2] < 8 and got[2] != 5 and got[3] == BAD
 
 
 def test_no_end_before_min_tokens():

@@ -8,7 +8,7 @@ import pytest
 import tiny_engine as tiny
 
 from swiftkv_jax.engine.request import Request, SamplingParams, special_stops
-from swiftkv_jax.engine.sequence import Choice, Sequence, find_stop
+from swiftkv_jax.engine.sequence import Choice, Sequence
 
 TEXT = st.text(st.sampled_from("ab é漢🙂"), max_size=20)
 
@@ -111,12 +111,6 @@ def test_nothing_ends_before_min_tokens():
     assert got.token_ids == list(b"abab") and got.stop_reason == 98
     got = feed(start(dataclasses.replace(params, stop_token_ids=())), b"abababab").completion()
     assert (got.token_ids, got.text, got.stop_reason) == (list(b"abab"), "ab", "ab")
-
-
-def test_find_stop_looks_back_just_far_enough():
-    assert find_stop("xxab", ("ab",), 3) == (2, "ab")  # only "b" is new
-    assert find_stop("abxx", ("ab",), 2) is None  # it was there, and allowed, before
-    assert find_stop("xabc", ("bc", "ab", "abc"), 1) == (1, "ab")
 
 
 def test_metrics_are_differences_of_moments():

@@ -80,32 +80,16 @@ TEXTS = {  # repeated to a length
 }
 
 
-def made(kind: str) -> PreTrainedTokenizerFast:
-    rust = KINDS[kind]()
-    rust.add_special_tokens([END])
-    return PreTrainedTokenizerFast(tokenizer_object=rust)
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    """One of each kind, saved by transformers and read as a model's is."""
-    out = {}
-    for kind in KINDS:
-        folder = tmp_path_factory.mktemp("kind")
-        made(kind).save_pretrained(folder)
-        out[kind] = load_tokenizer(folder)
-    return out
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_texts_are_read_as_short_ones_are(tokenizers, kind):
+def test_long_texts_are_read_as_short_ones_are(kind, tmp_path):
     """They go by another call of the library; here by the one for short texts, in transformers' hands."""
-    source = random.Random(1)
+    source, rust = random.Random(1), KINDS[kind]()
+    rust.add_special_tokens([END])
+    PreTrainedTokenizerFast(tokenizer_object=rust).save_pretrained(tmp_path)
+    tokenizer, theirs = load_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for _ in range(5):
         text = "".join(source.choice(list(TEXTS.values())) + source.choice("a b7\n") for _ in range(400))
         assert len(text) > 2**12
-        tokenizer = tokenizers[kind]
-        theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer.folder)
         for special in (True, False):
             ids = tokenizer.encode(text, add_special_tokens=special)
             assert ids == theirs(text, add_special_tokens=special)["input_ids"]
