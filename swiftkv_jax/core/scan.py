@@ -308,14 +308,6 @@ def of_rows(kept: Mapping[int, Stacked], rows: Iterable[int]) -> tuple[Array, ..
     return tuple(constrain(y if whole else y[jnp.array(index)], ". B T E") for y in arrays)
 
 
-def rows_at(
-    model: Decoder, params: PyTree, layer: int, x: Hidden, at: Rotary, store: Callable = lambda made: made
-) -> dict[int, Stacked]:
-    """The rows made from `x`, the hidden states entering `layer`. store: as in `through`."""
-    h = partial(_input, model, params, layer, x)
-    return _made_together(model, params, model.plan.made_at(layer), h, at, store)[0]
-
-
 def _input(model: Decoder, params: PyTree, layer: int, x: Hidden, row: Row) -> Hidden:
     return normalised(model, params, row.shared_norm, layer, x)
 
@@ -323,11 +315,11 @@ def _input(model: Decoder, params: PyTree, layer: int, x: Hidden, row: Row) -> H
 def _made_together(
     model, params, due: Sequence[int], h: Callable, at: Rotary, store: Callable
 ) -> tuple[dict[int, Stacked], dict[int, Stacked]]:
-    """Some neighbouring rows, each from the input that `h` returns for it, and the same as their projections
-    leave them; rows of one stack are made together."""
+    """Neighbouring rows, one at least, each from the input that `h` returns for it, and the same as their
+    projections leave them; rows of one stack are made together."""
     plan, made, kept = model.plan, {}, {}
     for held in weights.ranges(params["rows"]):
-        held = range(max(held.start, *due[:1]), min(held.stop, due[-1] + 1)) if due else range(0)
+        held = range(max(held.start, due[0]), min(held.stop, due[-1] + 1))
         if not held:
             continue
         (stack,), row = weights.recut(params["rows"], [held]), plan.rows[held.start]

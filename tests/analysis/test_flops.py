@@ -17,9 +17,10 @@ from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict, weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import embed, logits
+from swiftkv_jax.core.loop import project_rows
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.core.scan import angles_and_segments, forward, rows_at, through
+from swiftkv_jax.core.scan import angles_and_segments, forward, through
 from swiftkv_jax.distill import predict_step
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import OptimizerConfig, PredictionLossConfig
@@ -165,7 +166,7 @@ def test_table_counts_the_programs_own_matmuls(plan):
         at, segments = angles_and_segments(model.config, tokens, None, None)
         x = embed(model, params, tokens, None)
         x = through(model, params, x, at, segments, range(plan.depth)).x
-        return [made.arrays for made in rows_at(model, params, plan.depth, x, at).values()]
+        return project_rows(model, params, plan.made_at(plan.depth), plan.depth, x)
 
     table = flops.flops_table(model.config, plan, UNMASKED, layers=plan.depth)
     counted = per_token(prompt, params, tokens) / 1e9
