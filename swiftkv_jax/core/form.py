@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.config.model import ModelConfig
@@ -15,6 +16,11 @@ Pair = tuple[KeyValues, Float[Array, "*batch K U"]]  # keys, values
 # A row as its projections leave it, before norm and rotation: [*batch, E] each.
 Raw = tuple[Float[Array, "..."], ...]
 PAGED = "paged_attention"
+
+
+def filled(x: Float[Array, "*batch e"], width: int) -> Float[Array, "*batch E"]:
+    """`x` with zeros up to `width`."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +129,12 @@ class Form(Protocol):
     def convert(
         self, config: ModelConfig, plain: PyTree, solved: Sequence[np.ndarray | None], names: Sequence[str]
     ) -> PyTree:
-        """The weights of a stack of n rows, from those of n rows of keys and values.
+        """The weights of a stack of n rows, from those of n rows of keys and values: by default these.
 
         solved: for each, the matrix [E, E] float64 that recovers what is not stored; None: the exact one,
         solved in float64 on the host. names: of the rows, for messages.
         """
-        ...
+        return plain
 
     def convert_reader(self, config: ModelConfig, plain: PyTree) -> PyTree:
         """The `moved` weights of a stack of attentions, from those of the rows of keys and values that they

@@ -8,7 +8,7 @@ from jax import lax
 
 from swiftkv_jax.config.latent import Latent
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.core.form import PAGED, Form, Paged, Pair, Raw, Stored
+from swiftkv_jax.core.form import PAGED, Form, Paged, Pair, Raw, Stored, filled
 from swiftkv_jax.core.layers import LATENT_EPS, Rotary, kernel_of, linear_weights, rms_norm, turned
 from swiftkv_jax.core.shapes import Array, Float, KeyValues, Mixed, PyTree, Queries, Weight
 from swiftkv_jax.kernels.common.dispatch import device
@@ -57,7 +57,7 @@ class Latents(Form):
         made, rotary = jnp.split(raw[0][..., None, :], [latent.rank], axis=-1)
         made = rms_norm(made, p["kv_a_norm"], LATENT_EPS)
         row = jnp.concatenate([made, turned(rotary, at)], axis=-1)
-        return (_widened(row, self.arrays(config)[0].width),)
+        return (filled(row, self.arrays(config)[0].width),)
 
     def reader(self, p: PyTree) -> PyTree:
         return p["kv_b_proj"]
@@ -72,13 +72,10 @@ class Latents(Form):
         to_keys, to_values = jnp.split(kernel_of(reader, q.dtype), [latent.plain], axis=-1)
         plain, rotary = jnp.split(q, [latent.plain], axis=-1)
         moved = jnp.concatenate([jnp.einsum("bcnh,nrh->bcnr", plain, to_keys), rotary], axis=-1)
-        moved = _widened(moved, pool.data.shape[-1])
+        moved = filled(moved, pool.data.shape[-1])
         scale = config.head_dim**-0.5
         mixed = paged_attention(moved, (pool,), *paged.places, value=latent.rank, scale=scale, **paged.how)
         return jnp.einsum("bcnr,nrh->bcnh", mixed, to_values)
-
-    def convert(self, config: ModelConfig, plain: PyTree, solved, names) -> PyTree:
-        return plain
 
 
 def latent_of(config: ModelConfig) -> Latent:
@@ -133,7 +130,7 @@ def _over_expanded(config: ModelConfig, reader: PyTree, q: Queries, paged: Paged
         keys, values = (Pool(x.reshape(1, *x.shape[:2], -1)) for x in both)
     else:
         keys, values = _in_use(latent, reader, q.dtype, paged)
-        q, blocks = _widened(q, expanded_widths(latent)[0]), blocks if blocks % 2 else blocks // 2
+        q, blocks = filled(q, expanded_widths(latent)[0]), blocks if blocks % 2 else blocks // 2
     table = jnp.arange(len(names), dtype=jnp.int32).reshape(paged.table.shape)
     where = table, paged.sequence[:blocks], paged.position.reshape(blocks, -1)
     options = paged.how | {"row": 0, "scale": config.head_dim**-0.5, "value": latent.value}
@@ -147,7 +144,7 @@ def _in_use(latent: Latent, reader: PyTree, dtype, paged: Paged) -> list[Pool]:
     size = min(len(names), max(1, _TILE // page))
     # A matrix for all heads each, whose products lie as a page does.
     both = _keys_values(latent, reader, jnp.eye(width, dtype=dtype)[:, None])
-    both = [_widened(x, _whole_lanes(x.shape[-1])).reshape(width, -1) for x in both]
+    both = [filled(x, _whole_lanes(x.shape[-1])).reshape(width, -1) for x in both]
 
     def tile(i, made):
         at = jnp.minimum(i * size, len(names) - size)
@@ -168,11 +165,6 @@ def _rows(paged: Paged, names, dtype) -> Array:
     (pool,) = paged.pools
     rows = pool.data[paged.row, names].astype(dtype)
     return rows if pool.scale is None else rows * pool.scale[paged.row, names, 0, :, None].astype(dtype)
-
-
-def _widened(x: Float[Array, "*batch w"], width: int) -> Float[Array, "*batch W"]:
-    """`x` with zeros up to `width`."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def _whole_lanes(width: int) -> int:

@@ -23,13 +23,13 @@ from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import sharding, surgery, weights
 from swiftkv_jax.core.cache import Cache, make_batch
 from swiftkv_jax.core.ends import embed, logits
-from swiftkv_jax.core.form import Pair, Raw
+from swiftkv_jax.core.form import Pair, Raw, filled
 from swiftkv_jax.core.layers import Rotary, kernel_of, linear, linear_weights
 from swiftkv_jax.core.loop import project_rows, run
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.rows import PLAIN
-from swiftkv_jax.core.scan import STREAM, Passed, Stacked, angles_and_segments, filled, of_rows, through
+from swiftkv_jax.core.scan import STREAM, Passed, Stacked, angles_and_segments, of_rows, through
 from swiftkv_jax.core.shapes import Array, Float, Int, Logits, PyTree, Tokens, Weight
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention

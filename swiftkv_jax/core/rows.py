@@ -71,9 +71,6 @@ class KeysValues(Form):
         softcap = config.attention_softcap
         return paged_attention(q, (keys, values), *paged.places, softcap=softcap, **paged.how)
 
-    def convert(self, config: ModelConfig, plain: PyTree, solved, names) -> PyTree:
-        return plain
-
     def fused(self, config: ModelConfig, p: PyTree, gain: Float[Array, " D"] | None) -> Makers:
         """The weights of the fused fill, of a stack of rows; `gain` of a norm before them is folded in."""
         keys, values = (p[name] for name in self.projections)

@@ -17,7 +17,7 @@ from swiftkv_jax.config.plan import SELF, Row
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Encoded
 from swiftkv_jax.core.ends import Decoder, embed, normalised
-from swiftkv_jax.core.form import Form
+from swiftkv_jax.core.form import Form, filled
 from swiftkv_jax.core.layers import MLPS, Rotary, before, causal_bias, decoder_layer, rotary, see_all
 from swiftkv_jax.core.rows import FORMS, reader_of
 from swiftkv_jax.core.shapes import Array, Float, Hidden, Int, PyTree, Tokens
@@ -288,11 +288,6 @@ def together(rows: Sequence[Stacked]) -> tuple[tuple[Array, ...], PyTree, list[i
     alone = [jax.tree.map(lambda y, i=row.index: y[i], (row.arrays, row.readers)) for row in rows]
     arrays, readers = jax.tree.map(lambda *y: jnp.stack(y), *alone)
     return arrays, readers, list(range(len(rows)))
-
-
-def filled(x: Float[Array, "*batch e"], width: int) -> Float[Array, "*batch E"]:
-    """`x` with zeros up to `width`."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def of_rows(kept: Mapping[int, Stacked], rows: Iterable[int]) -> tuple[Array, ...]:
