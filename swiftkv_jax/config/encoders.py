@@ -3,9 +3,9 @@
 import typing
 from collections.abc import Mapping
 
-from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.hf import integer
 
 # T5's feed_forward_proj -> (activation, gated); its "gelu" is the tanh approximation.
 _PROJECTIONS = {
@@ -37,11 +37,11 @@ def _t5(raw: Mapping, shared: dict) -> dict[str, dict]:
     both = shared | {
         "activation": activation,
         "gated": gated,
-        "relative_buckets": _number(raw, "relative_attention_num_buckets"),
-        "relative_distance": _number(raw, "relative_attention_max_distance"),
+        "relative_buckets": integer(raw, "relative_attention_num_buckets"),
+        "relative_distance": integer(raw, "relative_attention_max_distance"),
         "tie_word_embeddings": tied,
     }
-    layers = _number(raw, "num_layers") if raw.get("num_layers") is not None else both["num_layers"]
+    layers = integer(raw, "num_layers") if raw.get("num_layers") is not None else both["num_layers"]
     within = _encoder("t5", both) | {"num_layers": layers}
     return {
         "decoder": both | ({"logits_scale": both["hidden_size"] ** -0.5} if tied else {}),
@@ -50,27 +50,21 @@ def _t5(raw: Mapping, shared: dict) -> dict[str, dict]:
 
 
 def _whisper(raw: Mapping, shared: dict) -> dict[str, dict]:
-    heads = _number(raw, "encoder_attention_heads")
+    heads = integer(raw, "encoder_attention_heads")
     within = _encoder("whisper", shared) | {
-        "num_layers": _number(raw, "encoder_layers"),
+        "num_layers": integer(raw, "encoder_layers"),
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": shared["hidden_size"] // heads,
-        "intermediate_size": _number(raw, "encoder_ffn_dim"),
-        "max_position_embeddings": _number(raw, "max_source_positions"),
-        "mels": _number(raw, "num_mel_bins"),
+        "intermediate_size": integer(raw, "encoder_ffn_dim"),
+        "max_position_embeddings": integer(raw, "max_source_positions"),
+        "mels": integer(raw, "num_mel_bins"),
     }
     return {"decoder": shared, "encoder": within}
 
 
 def _encoder(family: str, shared: Mapping) -> dict:
     return {**shared, **(FAMILIES[family].encoder or {}), "windows": ()}
-
-
-def _number(raw: Mapping, name: str) -> int:
-    if raw.get(name) is None:
-        raise UsageError(f"config.json: field {name!r} is missing")
-    return integer(f"config.json: {name}", raw[name], 1, 2**31 - 1)
 
 
 def family_written(config: typing.Any) -> dict:
