@@ -10,6 +10,7 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import loop, scan, weights
 from swiftkv_jax.core.cache import Cache, Encoded
 from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.rows import check
 from swiftkv_jax.core.shapes import Logits, PyTree, Tokens
 
 
@@ -29,7 +30,7 @@ class Transformer(nn.Module):
     dtype: str = "float32"
 
     def __post_init__(self):
-        weights.check(self.config, self.plan)
+        check(self.config, self.plan)
         super().__post_init__()
 
     def __call__(self, tokens: Tokens, encoded: Encoded | None = None) -> Logits:

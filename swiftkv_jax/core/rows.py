@@ -371,6 +371,11 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
         raise UsageError(f"cross-attention rows need an encoder, which {config.family} has not")
     if config.encoder is not None and plan.forms_of(ENCODER) == ():
         raise UsageError(f"layers of {config.family} read an encoder's output: give the plan with_cross()")
+    if config.exit_head and not plan.has_shared_norm:
+        raise UsageError(
+            "an exit head reads the hidden states entering a SwiftKV plan's split; this plan has none: "
+            "use KVPlan.swiftkv, or exit_head=False"
+        )
 
 
 def _head_weights(config: ModelConfig, width: int, bias: bool) -> PyTree:

@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import Kind, ModelConfig
 from swiftkv_jax.config.plan import SELF, KVPlan
-from swiftkv_jax.core import rows, sharding
+from swiftkv_jax.core import sharding
 from swiftkv_jax.core.layers import (
     AFTER,
     MLPS,
@@ -34,7 +33,7 @@ from swiftkv_jax.core.layers import (
     residual_std,
     shared_norm_weights,
 )
-from swiftkv_jax.core.rows import FORMS, PLAIN
+from swiftkv_jax.core.rows import FORMS, PLAIN, check
 from swiftkv_jax.core.shapes import Array, PyTree, Weight
 from swiftkv_jax.kernels.fused_kv_fill.api import Makers
 
@@ -71,16 +70,6 @@ def partition(
     first = [i for i, yes in enumerate(begins) if yes]
     made = tuple(range(a, b) for a, b in zip(first, [*first[1:], len(plan.rows)], strict=True))
     return layers, made
-
-
-def check(config: ModelConfig, plan: KVPlan) -> None:
-    """Check that config and plan fit each other."""
-    rows.check(config, plan)
-    if config.exit_head and not plan.has_shared_norm:
-        raise UsageError(
-            "an exit head reads the hidden states entering a SwiftKV plan's split; this plan has none: "
-            "use KVPlan.swiftkv, or exit_head=False"
-        )
 
 
 def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
