@@ -175,7 +175,8 @@ def prediction_training_flops_per_token(
     (config, plan), (small, small_plan) = base, auxiliary
     own = _pass(config, plan, plan.num_layers if kl else plan.depth, seq_len)
     own += _head(config) if kl else 0
-    read = _pass(small, small_plan, _depth(auxiliary, prediction, alone), seq_len)
+    depth = small_plan.num_layers if alone else small_plan.deepest(prediction.reads)
+    read = _pass(small, small_plan, depth, seq_len)
     read += _head(small) if alone else 0
     pairs = zip(prediction.reads, plan.rows, strict=True)
     widths = [(small.at(small_plan.rows[read].maker), config.at(row.maker)) for read, row in pairs]
@@ -189,21 +190,13 @@ def prediction_recomputed_flops_per_token(
 ) -> float:
     """FLOPs per token that remat adds to such a step: a second forward pass, without the last product, of the
     auxiliary's layers and of the base's over predicted rows."""
-    depth = _depth(auxiliary, prediction, alone)
-    total = 0.0
+    small, plan = auxiliary
+    depth, total = plan.num_layers if alone else plan.deepest(prediction.reads), 0.0
     for (config, _), layers in ((base, base[0].num_layers), (auxiliary, depth)):
         total += _dense(_layers(config, 0, layers), _INSIDE[config.gated])
         total += _attention(config, seq_len, 0, layers)
-    small, plan = auxiliary
     own = [i for i, row in enumerate(plan.rows) if row.maker < depth and plan.makes_own(row.maker)]
     return total + float(_made(small, plan, own)) if own else total
-
-
-def _depth(part: Part, prediction: Prediction, whole: bool) -> int:
-    """Layers of an auxiliary that run."""
-    config, plan = part
-    sources = [plan.rows[row].source for row in prediction.reads]
-    return config.num_layers if whole else max(source for source in sources if isinstance(source, int))
 
 
 def _pass(config: ModelConfig, plan: KVPlan, layers: int, seq_len: int) -> float:

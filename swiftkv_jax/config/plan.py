@@ -248,7 +248,12 @@ class KVPlan:
     @property
     def depth(self) -> int:
         """Number of layers that every token must run: up to the deepest source of any row."""
-        return max(row.source for row in self.rows if isinstance(row.source, int))
+        return self.deepest(range(len(self.rows)))
+
+    def deepest(self, rows: Iterable[int]) -> int:
+        """The deepest layer whose input one of these rows is made from."""
+        sources = [self.rows[row].source for row in rows]
+        return max(source for source in sources if isinstance(source, int))
 
     @property
     def split(self) -> int:

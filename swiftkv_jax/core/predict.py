@@ -124,7 +124,7 @@ def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
     """
     if not isinstance(model, Predicted):
         return (model,)
-    last = deepest(model.auxiliary.plan, model.prediction.reads)
+    last = model.auxiliary.plan.deepest(model.prediction.reads)
     return model.base, surgery.pruned(model.auxiliary, range(max(1, last)))
 
 
@@ -312,7 +312,7 @@ def read(
     whole: run all layers; else only those that these rows need. Others as in `forward`.
     """
     rows = set(rows)
-    last = model.plan.num_layers if whole else deepest(model.plan, rows)
+    last = model.plan.num_layers if whole else model.plan.deepest(rows)
     angles, segments = angles_and_segments(model.config, tokens, positions, segments, length)
     x = constrain(embed(model, params, tokens, positions), STREAM)
     options = {"remat": remat, "attention": attention, "store": store}
@@ -374,12 +374,6 @@ def _by_stack(stacks: Sequence[PyTree], raw: Raw, axis: int = -1) -> list[tuple[
         width = kernel_of(stack[PLAIN.projections[0]]).shape[axis]
         out.append((stack, tuple(y[part.start : part.stop, ..., :width] for y in raw)))
     return out
-
-
-def deepest(plan: KVPlan, rows: Iterable[int]) -> int:
-    """The deepest layer whose input one of these rows is made from."""
-    sources = [plan.rows[row].source for row in rows]
-    return max(source for source in sources if isinstance(source, int))
 
 
 def _with_own(
@@ -457,7 +451,7 @@ def fill(
     """
     aux, p, reads = model.auxiliary, params["auxiliary"], model.prediction.reads
     angles, auxiliary_angles = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
-    batch, last = make_batch(query_starts, positions), deepest(aux.plan, reads)
+    batch, last = make_batch(query_starts, positions), aux.plan.deepest(reads)
     x = embed(aux, p, tokens, positions)
     ran = run(aux, p, x, auxiliary_angles, batch, caches.auxiliary, range(last), keep=reads)
     due = [row for row in aux.plan.made_at(last) if row in reads]
