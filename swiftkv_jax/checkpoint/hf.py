@@ -50,7 +50,6 @@ def from_pretrained(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     cuts: weights.Cuts = (),
-    revision: str | None = None,
     slim: bool = True,
     quantization: str | None = "auto",
 ) -> tuple[Transformer, PyTree]:
@@ -61,7 +60,7 @@ def from_pretrained(
     the dtype of a kernel changes.
     """
     quantization = checked(quantization)
-    folder = local_folder(path_or_id, revision)
+    folder = local_folder(path_or_id)
     config, plan, raw = read_model(folder, slim)
     if has_extras(folder):
         config = dataclasses.replace(config, source=str(folder.absolute()))
