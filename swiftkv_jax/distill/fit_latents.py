@@ -19,7 +19,7 @@ import numpy as np
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.latent import expanded, latent_of
-from swiftkv_jax.core.layers import LATENT_EPS, kernel_of, rms_norm
+from swiftkv_jax.core.layers import LATENT_EPS, rms_norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import angles_and_segments, through
 from swiftkv_jax.core.shapes import Hidden, PyTree
@@ -28,11 +28,8 @@ from swiftkv_jax.distill.least_squares import (
     RIDGES,
     Problem,
     begun,
-    halves,
+    each_row,
     like,
-    one_layer,
-    onward,
-    output_weights,
     received,
     regressors,
     solve,
@@ -64,31 +61,13 @@ def fit(
 
     The devices hold, for one layer, [A, A + N (n + v)] in float32 with A = D: 50 MiB for DeepSeek-V2-Lite.
     """
-    config, plan = student.config, student.plan
-    kept, starts, ridge, tokens = begun(student, params, batches, ridge)
-    streams, sums, solved = list(starts), {}, {}
-
-    def passed(layer: int, shared: bool):
-        model, own = one_layer(teacher, own_params, layer)
-        for i, batch in enumerate(kept):
-            streams[i], found = step(config, model, shared, own, starts[i], streams[i], batch)
-            yield found
-
-    for layer in range(plan.depth, plan.num_layers):
-        if (row := plan.reads[layer]) is None:
-            streams = [onward(teacher, layer, own_params, *each) for each in zip(streams, kept, strict=True)]
-            continue
-        readers = plan.readers(row)
-        o = kernel_of(weights.layer(own_params, layer)["attentions"][0]["o_proj"])
-        cost = np.asarray(output_weights(config, o), np.float64)
-        parts = [
-            Sums(*(x.astype(np.float64) for x in part)) for part in halves(passed(layer, len(readers) > 1))
-        ]
-        sums.setdefault(row, []).append((parts, cost))
-        if layer == readers[-1]:
-            alone = len(readers) == 1
-            solved[row] = of_layer(parts, ridge) if alone else of_group(config, sums[row], ridge, tokens)
-            del sums[row]
+    config, data, solved = student.config, begun(student, params, batches, ridge), {}
+    for row, layers in each_row(student, teacher, own_params, data, step):
+        layers = [(jax.tree.map(lambda x: x.astype(np.float64), parts), cost) for parts, cost in layers]
+        if len(layers) == 1:
+            solved[row] = {"kv_a_proj": mapped(layers[0][0], data.ridge)}
+        else:
+            solved[row] = of_group(config, layers, data.ridge, data.tokens)
 
     def fitted(numbers: range, stack: PyTree) -> PyTree:
         width, out = config.hidden_size, dict(stack)
@@ -140,11 +119,6 @@ def step(
     seen = n * (counts[0] * counts[-1])[..., None]
     cross = _einsum("bta,btf->af", seen, targets.astype(jnp.float32))
     return passed.x, Sums(_einsum("bta,btc->ac", seen, n), cross)
-
-
-def of_layer(parts: Sequence[Sums], ridge: float | None) -> dict[str, np.ndarray]:
-    """The map [A, R + r] of a row that one layer reads."""
-    return {"kv_a_proj": mapped(parts, ridge)}
 
 
 def of_group(

@@ -239,26 +239,9 @@ def fit(
     Raises:
       UsageError: there are fewer tokens than regressors.
     """
-    config, plan, width = student.config, student.plan, student.config.hidden_size
-    kept, starts, ridge, _ = begun(student, params, batches, ridge)
-    streams, problems, solved = list(starts), {}, {}
-
-    def passed(layer: int, row: int) -> Iterator[tuple[Array, Array]]:
-        model, own = one_layer(teacher, own_params, layer)
-        shared = len(plan.readers(row)) > 1
-        for i, batch in enumerate(kept):
-            streams[i], sums = step(config, model, shared, own, starts[i], streams[i], batch)
-            yield sums
-
-    for layer in range(plan.depth, plan.num_layers):
-        if (row := plan.reads[layer]) is None:
-            streams = [onward(teacher, layer, own_params, *each) for each in zip(streams, kept, strict=True)]
-            continue
-        o = kernel_of(weights.layer(own_params, layer)["attentions"][0]["o_proj"])
-        cost = np.asarray(output_weights(config.at(layer), o), np.float64)
-        problems.setdefault(row, []).append((halves(passed(layer, row)), cost))
-        if layer == plan.readers(row)[-1]:
-            solved[row] = row_of(problems.pop(row), ridge, width)
+    data, width = begun(student, params, batches, ridge), student.config.hidden_size
+    every = each_row(student, teacher, own_params, data, step)
+    solved = {row: row_of(layers, data.ridge, width) for row, layers in every}
 
     def fitted(numbers: range, stack: PyTree) -> PyTree:
         out = dict(stack)
@@ -318,6 +301,35 @@ def entering(student: Transformer, params: PyTree, batch: Batch) -> tuple[Hidden
     x = embed(student, params, batch.tokens, batch.positions)
     x = through(student, params, x, angles, segments, range(student.plan.depth)).x
     return x, (segments > 0).sum()
+
+
+def each_row(
+    student: Transformer, teacher: Transformer, own_params: PyTree, data: Begun, step: Callable
+) -> Iterator[tuple[int, list[tuple[list[PyTree], np.ndarray]]]]:
+    """(row, the `halves` of the sums of each layer that reads it, and that layer's `output_weights`) of each
+    row made at the split. The batches pass one layer of the teacher at a time.
+
+    step: a function of the arguments of `step`, which returns hidden states and sums.
+    """
+    config, plan, streams, found = student.config, student.plan, list(data.starts), {}
+
+    def passed(layer: int, shared: bool) -> Iterator[PyTree]:
+        model, own = one_layer(teacher, own_params, layer)
+        for i, batch in enumerate(data.batches):
+            streams[i], sums = step(config, model, shared, own, data.starts[i], streams[i], batch)
+            yield sums
+
+    for layer in range(plan.depth, plan.num_layers):
+        if (row := plan.reads[layer]) is None:
+            pairs = zip(streams, data.batches, strict=True)
+            streams = [onward(teacher, layer, own_params, *each) for each in pairs]
+            continue
+        readers = plan.readers(row)
+        o = kernel_of(weights.layer(own_params, layer)["attentions"][0]["o_proj"])
+        cost = np.asarray(output_weights(config.at(layer), o), np.float64)
+        found.setdefault(row, []).append((halves(passed(layer, len(readers) > 1)), cost))
+        if layer == readers[-1]:
+            yield row, found.pop(row)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
