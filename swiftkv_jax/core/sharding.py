@@ -94,13 +94,8 @@ def tensor_mesh(size: int) -> Mesh:
     return make_mesh(tensor=size, devices=devices[:size])
 
 
-def parse_mesh(text: str) -> Mesh:
-    """Parse a mesh such as "fsdp=2,tensor=4"; axes that are not named have one device."""
-    return make_mesh(**mesh_axes(text))
-
-
 def mesh_axes(text: str) -> dict[str, int]:
-    """The axes that such a text names, and their sizes."""
+    """The axes that a text such as "fsdp=2,tensor=4" names, and their sizes, for `make_mesh`."""
     parts = (part.partition("=") for part in text.split(","))
     axes = {name.strip(): size.strip() for name, _, size in parts}
     bad = [name for name, size in axes.items() if name not in MESH_AXES or not size.lstrip("-").isdecimal()]

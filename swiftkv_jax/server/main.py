@@ -20,7 +20,7 @@ from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.common.progress import LIVE, pause, ticking, working
 from swiftkv_jax.config.quantization import CHOICES
 from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.core.sharding import mesh_axes, parse_mesh
+from swiftkv_jax.core.sharding import make_mesh, mesh_axes
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
@@ -321,7 +321,7 @@ def _load(args: argparse.Namespace, model: str | None = None):
             warnings.simplefilter("ignore", UsageWarning)
         if args.mesh:
             _choose(args, model)
-        mesh = parse_mesh(args.mesh) if args.mesh else None
+        mesh = make_mesh(**mesh_axes(args.mesh)) if args.mesh else None
         settings = {"quantization": args.quantization, "eight_bit_activations": args.eight_bit_activations}
         return LLM(folder, mesh=mesh, **settings | _loading(args, model))
 
