@@ -223,12 +223,17 @@ def abstract(
 ) -> PyTree:
     """Shapes, dtypes and (with a mesh) shardings of the parameters, without their values; eight_bit: as in
     `all_in_8_bits`."""
+    return shapes(all_in_8_bits(weights(config, plan, cuts), eight_bit), dtype, mesh)
+
+
+def shapes(tree: PyTree, dtype, mesh: Mesh | None) -> PyTree:
+    """Shapes, dtypes and (with a mesh) shardings of the arrays that a tree of `Weight`s describes."""
 
     def one(w: Weight) -> jax.ShapeDtypeStruct:
         place = sharding.named(mesh, w.axes, w.shape) if mesh is not None else None
         return jax.ShapeDtypeStruct(w.shape, jnp.dtype(w.dtype or dtype), sharding=place)
 
-    return jax.tree.map(one, all_in_8_bits(weights(config, plan, cuts), eight_bit))
+    return jax.tree.map(one, tree)
 
 
 def size(tree: PyTree, dtype) -> int:

@@ -226,16 +226,10 @@ def abstract_run(
     made: what trains and what does not, as `prepare` gave them; the result has their cuts and 8-bit kernels.
     eight_bit: without them, the dtype of frozen kernels, if that is another than the model's.
     """
-
-    def place(dtype):
-        return lambda w: jax.ShapeDtypeStruct(
-            w.shape, jnp.dtype(w.dtype or dtype), sharding=sharding.named(mesh, w.axes, w.shape)
-        )
-
     trained, kept = recipe.method.trees(recipe.student, recipe.trainable, made)
     kept = Frozen(*(weights.all_in_8_bits(tree, eight_bit) for tree in (kept.student, kept.teacher)))
-    trained = jax.tree.map(place(jnp.float32), trained)
-    frozen = jax.tree.map(place(recipe.student.dtype), kept)
+    trained = weights.shapes(trained, jnp.float32, mesh)
+    frozen = weights.shapes(kept, recipe.student.dtype, mesh)
     state = jax.eval_shape(lambda tree: init_state(recipe, tree), trained)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -312,12 +306,9 @@ def attention_of(recipe: Recipe) -> Callable:
 
 def chunk_of(recipe: Recipe, batch: Batch) -> int:
     """Positions per chunk of logits, from one device's share of the batch."""
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     rows, length = batch.tokens.shape
-    return losses.chunk_length(
-        -(-rows // shards), length, recipe.student.config.vocab_size, recipe.loss.chunk_mib
-    )
+    own = rows // sharding.pieces("B", rows)
+    return losses.chunk_length(own, length, recipe.student.config.vocab_size, recipe.loss.chunk_mib)
 
 
 def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, totals) -> tuple[Array, dict]:
