@@ -82,7 +82,9 @@ def from_pretrained(
         if cuts is not None:
             cuts = {*cuts, *weights.changes(plan, alone)}
             wanted = slots(config, plan, cuts)
-        if quantization == "auto" and (blocks := _in_blocks(wanted, tensors)):
+        found = [(tensors[name][1], slot) for name, slot in wanted.items()]
+        blocks = [t.get_shape() for t, slot in found if _is_quantised(t) and _kept(t, slot) is None]
+        if quantization == "auto" and blocks:
             size = sum(map(math.prod, blocks)) * jnp.dtype(dtype).itemsize / 2**30
             message = (
                 f"{folder}: {len(blocks)} weights with scales of blocks are read in {dtype}, {size:,.2f} GiB"
@@ -138,12 +140,6 @@ def _kept(tensor, slot: Slot) -> str | None:
     """The dtype of a tensor that can stay in 8 bits; None of others."""
     has = isinstance(tensor, eight_bit.Scaled) and tensor.columns is not None and slot.transposed
     return eight_bit.KEPT[tensor.get_dtype()] if has else None
-
-
-def _in_blocks(wanted: Mapping[str, Slot], tensors: eight_bit.Tensors) -> list[list[int]]:
-    """The shapes of quantised tensors that cannot stay as they are."""
-    found = [(tensors[name][1], slot) for name, slot in wanted.items()]
-    return [t.get_shape() for t, slot in found if _is_quantised(t) and _kept(t, slot) is None]
 
 
 def _is_quantised(tensor) -> bool:

@@ -118,7 +118,11 @@ def _sizes(architecture: str, own: Mapping, header: Header) -> dict:
         if key in own
     }
     out |= {field: own[key] for key, field in _NUMBERS.items() if key in own}
-    out.setdefault("vocab_size", _rows(header, "token_embd.weight"))
+    if "token_embd.weight" not in header.tensors:
+        raise UsageError(
+            "it has no tensor token_embd.weight; give a whole model, not an adapter or a projector"
+        )
+    out.setdefault("vocab_size", header.tensors["token_embd.weight"].shape[0])
     needed = [*_SIZES.items(), ("attention.layer_norm_rms_epsilon", "rms_norm_eps")]
     missing = [key for key, field in needed if field not in out and key not in _OPTIONAL]
     if missing:
@@ -144,12 +148,6 @@ def _family(architecture: str, data: Mapping) -> str:
         return "gemma3_text"
     names = (str(data.get(f"general.{key}", "")).lower() for key in ("name", "basename"))
     return "mistral" if architecture == "llama" and any("mistral" in name for name in names) else architecture
-
-
-def _rows(header: Header, name: str) -> int:
-    if name not in header.tensors:
-        raise UsageError(f"it has no tensor {name}; give a whole model, not an adapter or a projector")
-    return header.tensors[name].shape[0]
 
 
 def _commonest(header: Header) -> str:
