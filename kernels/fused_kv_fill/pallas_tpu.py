@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from swiftkv_jax.kernels.common import chips
-from swiftkv_jax.kernels.common.pools import largest, quantise
+from swiftkv_jax.kernels.common.pools import quantise
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 _LANES = 128
@@ -123,11 +123,7 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
                 y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
             y = jnp.where(alive, y, 0.0)
             if scales is not None:
-                if stage.dtype == jnp.int8:
-                    y, factor = quantise(y, jnp.int8)
-                else:  # left in float32
-                    factor = jnp.max(jnp.abs(y), axis=1) / largest(stage.dtype)
-                    y = y * jnp.where(factor > 0, 1 / factor, 0)[:, None]
+                y, factor = quantise(y, stage.dtype)
                 factors.append(factor.reshape(-1, 1))
             stage[slot, rows, columns] = y.astype(stage.dtype)
         if scales is not None:
