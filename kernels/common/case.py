@@ -31,19 +31,7 @@ _LONG, _LONGEST = 1000, 5000  # tokens of the longest sequence whose numbers are
 _TIMED_BYTES = 2**31  # of rows that are timed at once, at most
 _SHORT_BLOCK = 32  # queries of the shortest block that is a chunk's
 # What a case has of its call's model, if it has a field of that name.
-_OF_MODEL = (
-    "heads",
-    "kv_heads",
-    "width",
-    "computed",
-    "stored",
-    "page",
-    "rope",
-    "dim",
-    "bias",
-    "k_norm",
-    "shared",
-)
+_OF_MODEL = "heads kv_heads width computed stored page rope dim bias k_norm shared".split()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

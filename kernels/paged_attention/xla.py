@@ -29,26 +29,12 @@ _FEW_ROWS = 8
 
 
 def paged_attention(
-    q,
-    k,
-    v,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    scale,
-    window,
-    k_scale,
-    v_scale,
-    bias=None,
-    softcap=None,
-    one_turn=None,
+    q, k, v, *where, row, scale, window, k_scale, v_scale, bias=None, softcap=None, one_turn=None
 ):
     """As `api.paged_attention`. `one_turn` avoids loops whose length is known only at run time; None: as
     `dispatch.static_loops` says."""
+    (table, sequence, position), pools = where, (k, v, k_scale, v_scale)
     window, one_turn = mask.window_of(window), dispatch.static_loops(one_turn)
-    pools = (k, v, k_scale, v_scale)
     if position.shape[1] == 1 and not one_turn:
         return _singles(q, pools, table[sequence], position[:, 0], row, (scale, softcap), window, bias)
 
