@@ -137,9 +137,8 @@ def _attend(q, rows, cut_of, spread, w, form: dict, table, sequence, position, i
     return out.reshape(whole[0], -1, *out.shape[2:])[:, : whole[1]]
 
 
-def refuses(q, k, w_kv, table, *_, frequencies=None, k_scale=None, **__) -> str:
+def refuses(q, k, *_, frequencies=None, k_scale=None, **__) -> str:
     """Name the unsupported part of a `k_cache_attention` call and what is supported instead, or return ""."""
-    del w_kv, table
     if q.dtype != jnp.bfloat16 or k.dtype.name not in _STORED:
         return f"{q.dtype} queries of {k.dtype} rows: bfloat16 queries, rows {' or '.join(_STORED)}"
     if (k.dtype.itemsize == 1) != (k_scale is not None):

@@ -8,8 +8,6 @@ all its blocks, and the rest is ordinary attention: in the weighted sum of whole
 work of all.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -42,8 +40,7 @@ def k_cache_attention(
             return split.astype(q.dtype), raw.reshape(stored.shape)
         return reference.rotate(split.astype(jnp.float32), angle).astype(q.dtype), stored
 
-    stored = _Stored(k, how.row, how.window, how.k_scale, how.bias)
-    return _attend(q, stored, how.scale, read, w_kv, q.dtype, values_first, one_turn, *where)
+    return _attend(q, k, how, read, w_kv, values_first, one_turn, *where)
 
 
 def x_cache_attention(
@@ -60,8 +57,8 @@ def x_cache_attention(
             return _of_heads(stored, w_k, stored.dtype), _of_heads(stored, w_v, stored.dtype)
         return jnp.broadcast_to(stored[:, :, None], (*stored.shape[:2], q.shape[2], stored.shape[-1])), stored
 
-    stored = _Stored(x, row, window, x_scale, bias)
-    return _attend(q, stored, scale, read, w_v, q.dtype, values_first, one_turn, *where)
+    how = Options(row, None, scale, window, False, 0.0, x_scale, bias)
+    return _attend(q, x, how, read, w_v, values_first, one_turn, *where)
 
 
 def _values_pay(q, table) -> bool:
@@ -75,28 +72,17 @@ def _of_heads(rows, w, dtype):
     return jnp.einsum("bse,neu->bsnu", rows, w, preferred_element_type=jnp.float32).astype(dtype)
 
 
-class _Stored(NamedTuple):
-    """A pool of rows read whole, and how: the options of `api.k_cache_attention`."""
-
-    pool: jax.Array
-    row: int
-    window: Any
-    pool_scale: jax.Array | None
-    bias: jax.Array | None
-
-
 def _attend(
-    q, stored: _Stored, scale, read, w, dtype, values_first: bool, one_turn, table, sequence, position
+    q, pool, how: Options, read, w, values_first: bool, one_turn, table, sequence, position
 ) -> jax.Array:
-    """Attention [b, C, N, U] in `dtype`. `read` returns keys, and rows to sum: rows of all heads [b, s, E],
-    whose sums are multiplied by `w` [N, E, U]; or with `values_first` values by head [b, s, N, U], made once
-    for all blocks of a sequence.
+    """Attention [b, C, N, U] over a pool of rows read whole. `read` returns keys, and rows to sum: rows of
+    all heads [b, s, E], whose sums are multiplied by `w` [N, E, U]; or with `values_first` values by head
+    [b, s, N, U], made once for all blocks of a sequence.
     """
-    pool, row, window, pool_scale, bias = stored
     (blocks, queries, heads, _), page = q.shape, pool.shape[2]
     (sequences, slots), together = table.shape, values_first and len(table) < len(sequence)
     table = table if together else table[sequence]
-    window, one_turn = mask.window_of(window), dispatch.static_loops(one_turn)
+    window, one_turn = mask.window_of(how.window), dispatch.static_loops(one_turn)
     keys = ONE_TURN_KEYS if one_turn else online.TURN_KEYS
     pages = max(1, min(slots, keys // (blocks * page)))
     table, turns = jnp.pad(table, ((0, 0), (0, -slots % pages))), -(-slots // pages)
@@ -109,16 +95,17 @@ def _attend(
         place = i * pages * page + jnp.arange(pages * page)
         back = position[..., None] - place
         seen = (back >= 0) & (back < window)
-        held = pool[row, names].reshape(*names.shape[:1], -1, pool.shape[-1]).astype(dtype)
+        held = pool[how.row, names].reshape(*names.shape[:1], -1, pool.shape[-1]).astype(q.dtype)
         live = seen.any(1)
         if together:
             live = jnp.zeros((sequences, len(place)), bool).at[sequence].max(live)
         held = jnp.where(live[..., None], held, 0)  # 0 x NaN of a stale page is NaN
         keys, rows = (of_blocks(made) for made in read(held, place))
-        scores = jnp.einsum("bcnh,bsnh->bncs", q, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("bcnh,bsnh->bncs", q, keys, preferred_element_type=jnp.float32)
         scales = jnp.ones((), jnp.float32)
-        if pool_scale is not None:
-            scales = of_blocks(jnp.where(live, pool_scale[row, names].reshape(live.shape), 0))[:, None, None]
+        if how.k_scale is not None:
+            scales = of_blocks(jnp.where(live, how.k_scale[how.row, names].reshape(live.shape), 0))
+            scales = scales[:, None, None]
 
         def weigh(weights):
             return jnp.einsum(
@@ -128,11 +115,11 @@ def _attend(
                 preferred_element_type=jnp.float32,
             )
 
-        added = 0.0 if bias is None else jnp.moveaxis(mask.bias_of(bias, back), 0, 1)
-        return scores * scales + added, seen[:, None], weigh
+        added = 0.0 if how.bias is None else jnp.moveaxis(mask.bias_of(how.bias, back), 0, 1)
+        return scores * how.scale * scales + added, seen[:, None], weigh
 
     span = (0, turns) if one_turn else online.span(position, window, pages * page)
     mixed = online.softmax_sum(turn, *span, (blocks, heads, queries), w.shape[2 if values_first else 1])
     if values_first:
-        return jnp.swapaxes(mixed, 1, 2).astype(dtype)
-    return jnp.einsum("bnce,neu->bcnu", mixed, w, preferred_element_type=jnp.float32).astype(dtype)
+        return jnp.swapaxes(mixed, 1, 2).astype(q.dtype)
+    return jnp.einsum("bnce,neu->bcnu", mixed, w, preferred_element_type=jnp.float32).astype(q.dtype)
