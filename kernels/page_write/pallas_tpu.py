@@ -56,8 +56,8 @@ def runs_of(page: jax.Array, slot: jax.Array, rows: tuple[int, ...], pages: int)
     return Runs(first, last, some, page, slot, jnp.array(rows, jnp.int32))
 
 
-def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch):
-    filled = pl.program_id(0)
+def _kernel(form: _Form, s: Runs, arrays, pool, scratch: _Scratch):
+    (new, new_scale), (data, scale), filled = arrays, pool, pl.program_id(0)
     row, runs = s.rows[filled], s.some[0]
     # Two runs in one page may touch the same tile; then each waits for the one before.
     apart = s.some[1] == 1
@@ -218,49 +218,44 @@ def page_write(pool: Pool, new, page, slot, *, rows: tuple[int, ...], interpret:
     form = _Form(data.shape[2], 32 // data.dtype.itemsize, slots)
     stored, factor = encode(new, data.dtype)
     stored = jnp.moveaxis(stored.reshape(tokens, filled, -1), 0, 1)
-    arrays = [jnp.pad(stored, ((0, 0), (0, -tokens % form.tile), (0, 0)))]
+    arrays = Pool(jnp.pad(stored, ((0, 0), (0, -tokens % form.tile), (0, 0))))
     if factor is not None:
-        arrays.append(jnp.pad(jnp.moveaxis(factor, 0, 2), ((0, 0), (0, 0), (0, -tokens % _LANES))))
-    pools = [x for x in pool if x is not None]
-    scalars = runs_of(page, slot, rows, data.shape[1])
-    scratch = [
-        pltpu.VMEM((form.slots, form.page, data.shape[3]), data.dtype),
-        pltpu.VMEM((form.slots, form.page + 3 * form.tile, data.shape[3]), data.dtype),
-    ]
-    if scale is not None:
-        heads = scale.shape[2]
-        scratch += [pltpu.VMEM((form.slots, heads, form.page + x), scale.dtype) for x in (0, _LANES)]
-    scratch += [pltpu.SemaphoreType.DMA((form.slots,))] * 2
+        factor = jnp.moveaxis(factor, 0, 2)
+        arrays = arrays._replace(scale=jnp.pad(factor, ((0, 0), (0, 0), (0, -tokens % _LANES))))
+    runs = runs_of(page, slot, rows, data.shape[1])
 
-    def kernel(*refs):
-        scalars, refs = Runs(*refs[: len(Runs._fields)]), refs[len(Runs._fields) :]
-        new, refs = refs[: len(pools)], refs[2 * len(pools) :]
-        stage, fresh, *factors, arrived, left = refs[len(pools) :]
-        old, coming = factors or (None, None)
-        (rows, row_scale), (data, scale) = ((*x, None)[:2] for x in (new, refs[: len(pools)]))
-        room = _Scratch(stage, fresh, old, coming, arrived, left)
-        _kernel(form, scalars, rows, row_scale, data, scale, room)
+    def room(like, *size: int):
+        return None if like is None else pltpu.VMEM((slots, *size), like.dtype)
 
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    written = pl.pallas_call(
-        kernel,
+    heads = 0 if scale is None else scale.shape[2]
+    scratch = _Scratch(
+        stage=room(data, form.page, data.shape[3]),
+        fresh=room(data, form.page + 3 * form.tile, data.shape[3]),
+        factors=room(scale, heads, form.page),
+        new_factors=room(scale, heads, form.page + _LANES),
+        arrived=pltpu.SemaphoreType.DMA((slots,)),
+        left=pltpu.SemaphoreType.DMA((slots,)),
+    )
+    hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pool)
+    before = len(jax.tree.leaves((runs, arrays)))
+    return pl.pallas_call(
+        lambda s, new, _, data, scale, own: _kernel(form, s, new, Pool(data, scale), _Scratch(*own)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(Runs._fields),
+            num_scalar_prefetch=1,
             grid=(filled,),
-            in_specs=[whole] * 2 * len(pools),
-            out_specs=[whole] * len(pools),
-            scratch_shapes=scratch,
+            in_specs=[hbm, hbm],
+            out_specs=hbm,
+            scratch_shapes=[tuple(scratch)],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
-        input_output_aliases={len(scalars) + len(pools) + i: i for i in range(len(pools))},
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pool),
+        input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(pool)))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=chips.current().vmem_limit
         ),
         cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=2 * stored.nbytes, transcendentals=0),
         interpret=interpret,
         name="page_write",
-    )(*scalars, *arrays, *pools)
-    return Pool(*written)
+    )(runs, arrays, pool)
 
 
 def refuses(pool: Pool, new, *_, **__) -> str:
