@@ -154,10 +154,10 @@ def refuses(q, k, v, table, *_, scale, k_scale=None, v_scale=None, **__) -> str:
 
 def _vmem_bytes(form: _Form, q, k, v) -> int:
     """VMEM that a grid step takes: two tiles, queries, sums and positions twice, statistics, and what the
-    compiler spills of one group's scores."""
+    compiler spills of one group's scores and sums."""
     groups, keys = form.heads // form.joint, form.steps.keys
     rows = q.shape[1] * q.shape[2] // groups
     wide = form.joint * (k.shape[-1] // form.heads), form.joint * (v.shape[-1] // form.heads)
     tiles = 2 * keys * (k.shape[-1] + (0 if v is k else v.shape[-1])) * k.dtype.itemsize
     own = groups * rows * (2 * wide[0] * q.dtype.itemsize + 2 * wide[1] * 4 + 2 * LANES * 4)
-    return tiles + own + 2 * rows * LANES * 4 + rows * keys * 12
+    return tiles + own + 2 * rows * LANES * 4 + rows * (keys * 12 + wide[1] * 4)
