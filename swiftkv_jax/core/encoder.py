@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import ENCODER
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache, Encoded, Sources, make_batch
@@ -49,7 +48,9 @@ def encode(
             )
         x = x + own["positions"][:length].astype(x.dtype)
     lengths = jnp.full(count, length, jnp.int32) if lengths is None else jnp.asarray(lengths)
-    bias = _bias(config, own, length) if config.relative_buckets else None
+    bias = None
+    if config.relative_buckets:
+        bias = relative_bias(config, own["relative"], np.arange(1 - length, length))
 
     def attention(q, k, v, segments, window):
         return see_all(q, k, v, lengths, bias)
@@ -72,22 +73,10 @@ def _convolved(
     return x
 
 
-def _bias(config: ModelConfig, params: PyTree, length: int) -> Float[Array, "N n"]:
-    return relative_bias(config, params["relative"], np.arange(1 - length, length))
-
-
 def fill(model: Transformer, params: PyTree, source: Source, cache: Cache, sources: Sources) -> Cache:
     """Write the rows of a batch of sources into the pages that `sources` names: once for each request, before
     its first token."""
-    encoded = encode(model, params, source, sources.lengths)
-    return _written(model, params, encoded.x, cache, sources)
-
-
-def _written(
-    model: Transformer, params: PyTree, x: Float[Array, "B S D"], cache: Cache, sources: Sources
-) -> Cache:
-    """The cache with the rows of an encoder's output `x`, in the pages that `sources` names."""
-    assert cache.cross is not None
+    x = encode(model, params, source, sources.lengths).x
     count, length = x.shape[:2]
     position = jnp.tile(jnp.arange(length), count)
     sequence = jnp.repeat(jnp.arange(count), length)
