@@ -153,7 +153,7 @@ def extras(
     """The files to put beside the weights, name -> a path or the content: of the tokenizer, of generation
     and of sound.
 
-    `own` is the folder that the model was read from, if it had such files. It is no error if it is gone.
+    `origin` is the folder that the model was read from, if it had such files. It is no error if it is gone.
     """
     for name, place in {"source": source, "tokenizer": tokenizer}.items():
         if place is not None and not _is_place(place):

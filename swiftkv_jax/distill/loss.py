@@ -90,7 +90,7 @@ def _kl_and_slope(got, want, mask) -> tuple[Float[Array, ""], Float[Array, "B c 
 
 
 def _with_slope(total: Float[Array, ""], slope: PyTree, point: PyTree) -> Float[Array, ""]:
-    """`total`, whose gradient with respect to `at` is `slope`."""
+    """`total`, whose gradient with respect to `point` is `slope`."""
     total, slope = jax.lax.stop_gradient((total, slope))
     each = jax.tree.map(lambda g, a: jnp.sum(g * a.astype(jnp.float32)), slope, point)
     moved = sum(jax.tree.leaves(each), jnp.zeros(()))
