@@ -129,14 +129,17 @@ class SwiftKV(TemplateLM):
                 size = len(continuation)
                 raise UsageError(f"a continuation of {size} tokens is above the context {self.max_length}")
             ids = (context + continuation)[-(self.max_length + 1) :]
-            start = len(ids) - len(continuation)
-            scored = zip(ids[start:], self.llm.score(ids)[start:], strict=True)
-            chosen = [(entry or {})[token] for token, entry in scored]
-            answer = sum(token.logprob for token in chosen), all(token.rank == 1 for token in chosen)
+            answer = self.scored(ids, len(ids) - len(continuation))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
             out.append(answer)
         return out
+
+    def scored(self, ids: list[int], start: int) -> tuple[float, bool]:
+        """Of the ids from `start` on: their log probability, and whether each is the likeliest."""
+        entries = zip(ids[start:], self.llm.score(ids)[start:], strict=True)
+        chosen = [(entry or {})[token] for token, entry in entries]
+        return sum(token.logprob for token in chosen), all(token.rank == 1 for token in chosen)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """The log probability of whole texts, see above."""
@@ -162,11 +165,15 @@ class SwiftKV(TemplateLM):
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(ids[-(self.max_length - (chosen.max_tokens or 0)) :])
             params.append(chosen)
-        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
-        texts = [output.outputs[0].text for output in outputs]
+        texts = self.written(prompts, params, disable_tqdm)
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+    def written(self, prompts: list[list[int]], params: list[SamplingParams], quiet: bool) -> list[str]:
+        """The texts that follow some prompts."""
+        outputs = self.llm.generate(prompts, params, use_tqdm=not quiet)
+        return [output.outputs[0].text for output in outputs]
 
     def sampling(self, options: dict) -> SamplingParams:
         """The model's own defaults, overridden by a task's generation_kwargs."""

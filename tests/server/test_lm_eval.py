@@ -234,6 +234,25 @@ def request(kind: str, *args) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=args, idx=0)
 
 
+def test_a_baseline_reads_contexts_in_its_own_way(folders):
+    """Whole contexts as the model without it; a fifth of them is another text, to score and to continue."""
+    from benchmarks.papers import baselines
+    from benchmarks.papers.baselines.lm_eval import SwiftKVBaseline
+
+    llm = LLM(folders / "standard", max_model_len=CONTEXT)
+    ids = llm.tokenizer.encode(TEXT)
+    kinds = ours.SwiftKV(llm), *(SwiftKVBaseline(llm, "random_pruning", keep=keep) for keep in (1.0, 0.2))
+    scored, texts = [], []
+    for model in kinds:
+        scored += model._loglikelihood_tokens([(None, ids[:20], ids[20:26])], disable_tqdm=True)
+        asked = [request("generate_until", TEXT, {"max_gen_toks": 24, "do_sample": False})]
+        texts += model.generate_until(asked, disable_tqdm=True)
+    want, _ = baselines.follow(llm.model, llm.params, kinds[2].system, ids[:20], ids[20:26])
+    assert scored[1][0] == pytest.approx(scored[0][0], abs=1e-3) and texts[1] == texts[0]
+    assert scored[2][0] == pytest.approx(float(want.sum()), abs=1e-5) and texts[2] != texts[0]
+    assert abs(scored[2][0] - scored[0][0]) > 0.1
+
+
 @pytest.mark.parametrize("length", [1, 95, 96, 97, 150])
 def test_a_student_is_scored_by_its_full_depth_definition(student, oracle, length):
     """However long the context, all tokens of the continuation are predicted, by the last tokens before."""

@@ -45,7 +45,7 @@ class SwiftKVBaseline(SwiftKV):
         super().__init__(pretrained, dtype=dtype, max_length=max_length, **given)
         baselines.check(self.llm.model, self.system)
 
-    def _score(self, ids: list[int], start: int) -> tuple[float, bool]:
+    def scored(self, ids: list[int], start: int) -> tuple[float, bool]:
         model, params = self.llm.model, self.llm.params
         values, likeliest = baselines.follow(model, params, self.system, ids[:start], ids[start:])
         return float(values.sum()), bool(likeliest.all())
