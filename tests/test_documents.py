@@ -32,7 +32,7 @@ from tokenizers_made import CHATML, make_tokenizer
 import swiftkv_jax as skv
 from benchmarks import report
 from docs import reference
-from swiftkv_jax.cli import commands, convert, distil, plan, push, slim
+from swiftkv_jax.cli import answers, commands, convert, distil, plan, push, slim, tasks
 from swiftkv_jax.cli import train as distill
 from swiftkv_jax.core import predict
 from swiftkv_jax.distill.config import load_experiment
@@ -143,7 +143,7 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
     elif program == "lm_eval" or any(word.endswith(".lm_eval") for word in words):
         if importlib.util.find_spec("lm_eval") is None:
             pytest.skip("lm-eval is not installed (the `eval` extra)")
-        parsed(["-m", "lm_eval", *words[words.index("--model") :]], monkeypatch)
+        parsed(["lm_eval", *words[words.index("--model") :]], monkeypatch)
     elif program == "swiftkv":
         name, *rest = words
         assert name == "--version" or name in commands.COMMANDS
@@ -151,7 +151,9 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
             return
         flags = commands.expand_model_argument(name, rest)
         if name == "eval":
-            return understood("lm_eval", flags, monkeypatch)
+            name = commands.our_eval(flags)
+            if not name:
+                return understood("lm_eval", flags, monkeypatch)
         args = parsed([f"swiftkv {name}", *flags], monkeypatch)
         if name == "train" and not args.topology:
             override(load_experiment(args.config), args.set)
@@ -189,6 +191,8 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namesp
     scripts |= {"swiftkv convert": convert.main, "swiftkv serve": serving.main}
     scripts |= {"swiftkv kernels": serving.main, "swiftkv slim": slim.main}
     scripts |= {"swiftkv replicas": ray.main, "swiftkv push": push.main}
+    scripts |= {"swiftkv tasks": tasks.main, "swiftkv answers": answers.main}
+    scripts |= {"lm_eval": lambda _: importlib.import_module("lm_eval.__main__").cli_evaluate()}
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
         patch.setattr(sys, "argv", [name, *given])

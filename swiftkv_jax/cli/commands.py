@@ -64,13 +64,13 @@ def expand_model_argument(name: str, words: list[str]) -> list[str]:
         name not in MODEL_FLAGS
         or not words
         or words[0].startswith("-")
-        or (name == "eval" and _our_eval(words))
+        or (name == "eval" and our_eval(words))
     ):
         return words
     return [*MODEL_FLAGS[name](words[0]), *words[1:]]
 
 
-def _our_eval(words: list[str]) -> str:
+def our_eval(words: list[str]) -> str:
     """The module of this folder that `eval` means; "" for lm-eval."""
     flags = set(re.split("[ =,]", " ".join(words)))
     if flags & {"--files", "retrieval"} or {"--against", "--tasks"} <= flags:
@@ -133,7 +133,7 @@ def kernels() -> int:
 
 def evaluate() -> int:
     """Compare two models' answers, run our tasks, or lm-eval on our model; the exit code."""
-    if module := _our_eval(sys.argv):
+    if module := our_eval(sys.argv):
         return _run(f"cli.{module}")
     if "--version" in sys.argv[1:]:
         return exit_code(lambda: print(f"swiftkv-jax {__version__}"))
