@@ -177,8 +177,9 @@ class SwiftKV(TemplateLM):
 
     def sampling(self, options: dict) -> SamplingParams:
         """The model's own defaults, overridden by a task's generation_kwargs."""
-        kwargs = dict(normalize_gen_kwargs(options, self.max_gen_toks))
-        until = handle_stop_sequences(kwargs["until"], eos=self.tokenizer.eos_token)
+        kwargs: dict[str, typing.Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+        eos: typing.Any = self.tokenizer.eos_token
+        until = handle_stop_sequences(kwargs["until"], eos=eos)
         most = kwargs["max_gen_toks"]
         if most >= self.max_length:
             raise UsageError(f"max_gen_toks {most} leaves no room for a prompt in {self.max_length} tokens")
