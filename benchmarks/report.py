@@ -43,8 +43,7 @@ def caption(found: dict) -> str:
     """Command, hardware, versions, date and commit of a result, as one paragraph."""
     about = found.get("about", found)
     run = about.get("run") or about["machine"] | ({"command": about["command"]} if "command" in about else {})
-    hardware = run.get("hardware") or run["device"]
-    parts = [hardware, run.get("versions") or f"jax {run['jax']}", run["date"]]
+    parts = [run.get("hardware") or run["device"], run.get("versions") or f"jax {run['jax']}", run["date"]]
     if run.get("commit"):
         parts.append(f"commit {run['commit']}")
     text = f"`{run['command']}`: {', '.join(parts)}."
@@ -147,16 +146,18 @@ def _summary() -> tuple[list[str], Rows]:
     answers = {(row["model"], row["machine"]): row for row in records("smollm2_answers")}
     times = {}
     for model, name, layers, splits in (
-        ("SmolLM2-135M", "smollm2", 30, (20,)),
+        ("SmolLM2-135M", "smollm2", 30, (20, "20, share 2")),
         ("Gemma 3 270M", "gemma3", 18, (12, 9)),
     ):
         for row in records(name):
             split, how = row[f"split, of {layers}"], row["student"]
             times[model, split, row["context"]] = row["TTFT"]
             if split in splits and how != "rewired":
-                asked = answers.get((f"split {split}, {how}", "CPU")) if name == "smollm2" else None
-                title = f"SwiftKV, {split} of {layers} layers, {how}"
-                students.setdefault((model, title), []).append((asked or {}) | row)
+                before, _, share = str(split).partition(", share ")
+                kept = (int(before) + (layers - int(before)) / int(share or 1)) / layers
+                title = f"SwiftKV, {before} of {layers} layers{share and f' + {share}-way AcrossKV'}, {how}"
+                asked = answers.get((f"split {split}, {how}", "CPU"), {})
+                students.setdefault((model, title), []).append(asked | row | {"cache": f"{kept:.0%}"})
     for (name, machine), row in answers.items():
         if machine == "H200" or name == "teacher":
             title = f"{name.replace('split 15', 'SwiftKV, 15 of 30 layers')}, {machine}"
@@ -215,8 +216,7 @@ def plot(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    demo = {row["student"]: row for row in records("demo") if row["context"] == 2048}
-    swiftkv, acrosskv = demo.values()
+    swiftkv, acrosskv = (row for row in records("demo") if row["context"] == 2048)
     names = ["standard model", "SwiftKV, half the layers", "+ 2-way AcrossKV"]
     times = [1.0, swiftkv["TTFT"], acrosskv["TTFT"]]
     size = swiftkv["cache bytes per token"]
