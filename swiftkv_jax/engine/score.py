@@ -3,6 +3,7 @@ layer, over rows as the cache stores them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def prompt_logprobs(
     entries: list[list[dict[int, Logprob] | None]] = [[None] for _ in texts]
     sizes = [len(ids) - 1 for ids in texts]
     for row in _rows(sizes, _size(SHORTEST * _STEP, limit), together):
-        ends = np.cumsum([0, *(sizes[n] for n in row)])
+        ends = list(accumulate((sizes[n] for n in row), initial=0))
         tokens, following, places, segments = np.zeros((4, _size(ends[-1], limit)), np.int32)
         for number, (n, start, end) in enumerate(zip(row, ends[:-1], ends[1:], strict=True), 1):
             tokens[start:end], following[start:end] = texts[n][:-1], texts[n][1:]
