@@ -50,8 +50,8 @@ def gaps(axis, points, legend: bool = True) -> None:
         axis.errorbar([p.flops for p in curve], means, errors, label=curve[0].system, **_STYLE)
     axis.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: nats above the model's")
     axis.set_yscale("symlog", linthresh=0.01)
-    if legend:
-        axis.legend(fontsize="x-small")
+    if legend:  # beside the axes: it has as many entries as systems, and would lie on some
+        axis.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _curves(points) -> list[list]:
