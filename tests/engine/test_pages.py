@@ -1,6 +1,7 @@
 """The page allocator under random traffic, and the names of pages."""
 
 import itertools
+import random
 from collections import Counter
 
 import hypothesis
@@ -198,6 +199,33 @@ def test_names_tell_chains_and_tenants_apart(a, b):
         return name
 
     assert (chain(*a) == chain(*b)) == (a == b)
+
+
+@pytest.mark.parametrize("lookups", [10_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_no_tenant_finds_anothers_page(lookups):
+    """Prompts of few tokens, so that equal ones abound; pages named for one tenant are found by no other."""
+    source, pages, size = random.Random(3), Pages(400), 4
+    owner: dict[int, int] = {}
+    same = others = 0
+    for _ in range(lookups):
+        tenant, salt = source.randrange(8), source.choice(("", "a"))
+        parent = root("model", "float32", str(size), f"{tenant:064x}:{salt}")
+        identity = 2 * tenant + bool(salt)
+        for _ in range(source.randint(1, 4)):
+            tokens = tuple(source.randrange(2) for _ in range(size))
+            parent = extend(parent, tokens)
+            page = pages.find(parent, tokens)
+            if page is not None:
+                same += owner[page] == identity
+                others += owner[page] != identity
+                continue
+            (page,) = pages.allocate(1) or (None,)
+            assert page is not None
+            pages.name(page, parent, tokens)
+            pages.validate([page])
+            owner[page] = identity
+            pages.release([page])
+    assert others == 0 and same > lookups // 4
 
 
 def test_invalid_use_of_a_page_without_an_owner_is_refused():
