@@ -41,7 +41,7 @@ def prompt_logprobs(
     The last token is only predicted, so there may be one token more than the context holds. Up to `together`
     short texts are packed into a row.
     """
-    if (longest := max(map(len, texts))) > limit + 1:
+    if (longest := max(map(len, texts), default=0)) > limit + 1:
         raise UsageError(f"{longest} tokens are too many to score: at most {limit + 1}, the context and 1")
     entries: list[list[dict[int, Logprob] | None]] = [[None] for _ in texts]
     sizes = [len(ids) - 1 for ids in texts]
