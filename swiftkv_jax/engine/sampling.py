@@ -266,11 +266,11 @@ def kept(logits: Float[Array, "Q V"], policy: Policy) -> Bool[Array, "Q V"]:
     keep = jnp.exp(logits - best) >= policy.min_p[:, None]
     logits = jnp.where(keep, logits, -jnp.inf)
     keys = _ordered_bits(logits)
-    least = _threshold(keys, jnp.ones_like(logits), policy.top_k.astype(logits.dtype))
-    keep &= (policy.top_k[:, None] <= 0) | (keys >= least[:, None])
+    limited = policy.top_k > 0
+    least = _threshold(keys, jnp.ones_like(logits), policy.top_k.astype(logits.dtype), limited)
+    keep &= keys >= least[:, None]
     weights = jax.nn.softmax(jnp.where(keep, logits, -jnp.inf), axis=-1)
-    least = _threshold(keys, weights, policy.top_p)
-    return keep & ((policy.top_p[:, None] >= 1) | (keys >= least[:, None]))
+    return keep & (keys >= _threshold(keys, weights, policy.top_p, policy.top_p < 1)[:, None])
 
 
 def _ordered_bits(x: Float[Array, "Q V"]) -> UInt[Array, "Q V"]:
@@ -281,19 +281,25 @@ def _ordered_bits(x: Float[Array, "Q V"]) -> UInt[Array, "Q V"]:
 
 
 def _threshold(
-    keys: UInt[Array, "Q V"], weights: Float[Array, "Q V"], target: Float[Array, " Q"]
+    keys: UInt[Array, "Q V"],
+    weights: Float[Array, "Q V"],
+    target: Float[Array, " Q"],
+    limited: Bool[Array, " Q"],
 ) -> UInt[Array, " Q"]:
-    """The largest key t for which the keys >= t weigh at least `target` in total; 0 if all keys weigh less.
+    """The largest key t for which the keys >= t weigh at least `target` in total; 0 if all keys weigh less,
+    and in lanes that are not `limited`.
 
-    It is found bit by bit, in 32 passes over the vocabulary instead of a sort, which is slow on accelerators.
+    It is found bit by bit, in 32 passes over the vocabulary instead of a sort, which is slow on accelerators;
+    in none if no lane is limited.
     """
 
     def narrow(i, t):
         trial = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
         weight = jnp.sum(jnp.where(keys >= trial[:, None], weights, 0), axis=-1)
-        return jnp.where(weight >= target, trial, t)
+        return jnp.where(limited & (weight >= target), trial, t)
 
-    return jax.lax.fori_loop(0, 32, narrow, jnp.zeros(keys.shape[0], jnp.uint32))
+    passes = jnp.where(limited.any(), 32, 0)
+    return jax.lax.fori_loop(0, passes, narrow, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
 def gumbel(seeds: UInt[Array, "Q 2"], positions: Int[Array, " Q"], vocab: int) -> Float[Array, "Q V"]:

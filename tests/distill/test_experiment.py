@@ -21,7 +21,8 @@ from swiftkv_jax.distill.config import Experiment, from_package, load_experiment
 from swiftkv_jax.distill.fields import override, rows, table
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-OTHERS = ("tiny", "tiny_kvp", "demo_teacher", "mha_teacher", "paper_recipe", "one_gpu", "openelm_pair")
+SMALL = ("tiny", "tiny_kvp", "smollm2_135m", "demo_teacher", "mha_teacher")
+OTHERS = (*SMALL, "paper_recipe", "one_gpu", "openelm_pair")
 # KV prediction: billions of the base and the auxiliary (model cards); the predictor by hand, two biased maps
 # for each row of the base.
 PREDICTED = {
@@ -94,7 +95,7 @@ def test_a_recipe_for_one_gpu_has_the_published_architecture_and_a_row_at_a_time
     assert tuple(e.held_out()) == (2048, 4096)
 
 
-@pytest.mark.parametrize("name", [*SIZES, *PREDICTED, "tiny", "tiny_kvp", "demo_teacher", "mha_teacher"])
+@pytest.mark.parametrize("name", [*SIZES, *PREDICTED, *SMALL])
 def test_least_squares_starts_every_recipe_but_the_papers_and_plain_training(name):
     plain, paper = name in ("demo_teacher", "mha_teacher"), name in SIZES and name not in ONE_GPU
     assert load_experiment(CONFIGS / f"{name}.py").fits_start == (not plain and not paper)
