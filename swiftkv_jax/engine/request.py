@@ -150,11 +150,6 @@ class SamplingParams(Checked):
         """Whether some tokens are favoured, or ruled out, by their ids."""
         return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
-    @property
-    def filtered(self) -> bool:
-        """Whether some tokens are ruled out by rank or probability."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:

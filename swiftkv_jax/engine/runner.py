@@ -27,7 +27,7 @@ from swiftkv_jax.engine.settings import Settings, empty_pool, of_auxiliary
 from swiftkv_jax.engine.warm import Program, WarmUp
 from swiftkv_jax.kernels.common import dispatch
 
-# Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
+# Few, so that few programs are compiled: greedy, sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
 LOOPS_AHEAD = 2  # decode launches in flight: one runs, the next is queued behind it on the device
 _FINGERPRINTED = 64  # numbers of each array, and of each layer where an array has several

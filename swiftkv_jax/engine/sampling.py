@@ -26,7 +26,6 @@ class Mode(NamedTuple):
     """The sampling features that a launch is compiled with; lanes that need fewer are unaffected."""
 
     sampled: bool = False
-    filtered: bool = False
     penalised: bool = False
     biased: bool = False
     logprobs: bool = False
@@ -64,7 +63,6 @@ def needed(sequences: list[Sequence]) -> Mode:
     params = [request.params for request in requests]
     return Mode(
         sampled=not all(p.greedy for p in params),
-        filtered=any(p.filtered for p in params),
         penalised=any(p.penalised for p in params),
         biased=any(request.biased for request in requests),
         logprobs=any(p.logprobs is not None for p in params),
@@ -185,8 +183,12 @@ def sample(
     token, best, sane = _likeliest(logits, jnp.isfinite(raw))
     if mode.sampled:
         scaled = logits / jnp.where(policy.temperature > 0, policy.temperature, 1.0)[:, None]
-        if mode.filtered:
-            scaled = jnp.where(kept(scaled, policy), scaled, -jnp.inf)
+        filtered = (policy.min_p > 0) | (policy.top_k > 0) | (policy.top_p < 1)
+        scaled = jax.lax.cond(
+            (filtered & (policy.temperature > 0)).any(),
+            lambda: jnp.where(kept(scaled, policy), scaled, -jnp.inf),
+            lambda: scaled,
+        )
         drawn, *_ = _likeliest(scaled + gumbel(policy.seed, position, logits.shape[1]))
         token = jnp.where(policy.temperature > 0, drawn, token)
         best = jnp.where(policy.temperature > 0, scaled.max(-1), best)
@@ -194,7 +196,7 @@ def sample(
     of_token = jnp.zeros(lanes), jnp.zeros(lanes, jnp.int32), none.astype(jnp.int32), none
     if mode.logprobs:
         of_token = logprobs_of(raw, token)
-    if mode.biased or mode.filtered:
+    if mode.biased or mode.sampled:
         token = jnp.where(best > -jnp.inf, token, NONE_LEFT)
     return Sampled(jnp.where(sane, token, BAD), *of_token)
 
@@ -230,8 +232,18 @@ def logprobs_of(
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, token[:, None], axis=1)
     rank = 1 + jnp.sum(logprobs > chosen, axis=-1)
-    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
-    return chosen[:, 0], rank.astype(jnp.int32), ids.astype(jnp.int32), values
+    return chosen[:, 0], rank.astype(jnp.int32), *_top(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+
+
+def _top(logprobs: Float[Array, "Q V"], count: int) -> tuple[Int[Array, "Q top"], Float[Array, "Q top"]]:
+    """The likeliest ids and their log probabilities. On GPUs XLA sorts the vocabulary for more than 16."""
+    first = min(count, 16) if device()[0] == "gpu" else count
+    values, ids = jax.lax.top_k(logprobs, first)
+    if first < count:
+        others = logprobs.at[jnp.arange(len(ids))[:, None], ids].set(-jnp.inf)
+        rest = jax.lax.top_k(others, count - first)
+        values, ids = jnp.append(values, rest[0], axis=1), jnp.append(ids, rest[1], axis=1)
+    return ids.astype(jnp.int32), values
 
 
 def forbid_ends(
@@ -298,8 +310,8 @@ def _threshold(
         weight = jnp.sum(jnp.where(keys >= trial[:, None], weights, 0), axis=-1)
         return jnp.where(limited & (weight >= target), trial, t)
 
-    passes = jnp.where(limited.any(), 32, 0)
-    return jax.lax.fori_loop(0, passes, narrow, jnp.zeros(keys.shape[0], jnp.uint32))
+    none = jnp.zeros(keys.shape[0], jnp.uint32)
+    return jax.lax.cond(limited.any(), lambda: jax.lax.fori_loop(0, 32, narrow, none), lambda: none)
 
 
 def gumbel(seeds: UInt[Array, "Q 2"], positions: Int[Array, " Q"], vocab: int) -> Float[Array, "Q V"]:

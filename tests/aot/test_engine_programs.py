@@ -37,8 +37,8 @@ from swiftkv_jax.distill import compile_only
 from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
 from swiftkv_jax.engine.request import MOST_STOPS
-from swiftkv_jax.engine.runner import working_bytes
-from swiftkv_jax.engine.sampling import Mode, Policy
+from swiftkv_jax.engine.runner import MODES, working_bytes
+from swiftkv_jax.engine.sampling import Mode, Policy, TokenCounts, sample
 from swiftkv_jax.engine.settings import Settings, empty_pool, usual_page
 from swiftkv_jax.kernels.paged_attention.xla import ONE_TURN_BYTES
 
@@ -274,6 +274,16 @@ def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, p
     if chip == "h100":
         found = each_step if program == "decode" else once
         assert sum(found.values()) <= most_operations(program, plan), found
+
+
+@pytest.mark.parametrize("mode", MODES[1:], ids=["sampled", "all"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_sampling_sorts_no_vocabulary(chip, mode):
+    mesh, scores = mesh_of(CHIPS[chip]), jax.ShapeDtypeStruct((LANES, CONFIG.vocab_size), jnp.float32)
+    counts = TokenCounts(jax.ShapeDtypeStruct(scores.shape, bool), whole(*scores.shape))
+    traced = scores, dataclasses.replace(policy(), bias=scores), counts, whole(LANES), whole(LANES)
+    text = text_of(jax.jit(functools.partial(sample, mode=mode)), (), on(mesh, traced), mesh)[1]
+    assert " sort(" not in text and text.count(" conditional(") == 3  # filters run where a request has them
 
 
 @pytest.mark.parametrize("tokens", [16, 2048])

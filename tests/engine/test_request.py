@@ -53,7 +53,7 @@ def test_a_bad_value_is_an_error_that_names_its_field(field):
 def test_synonyms_are_normalised():
     params = SamplingParams(top_k=-1, seed=-1, stop="end", stop_token_ids=[3], temperature=1e-6)
     assert (params.top_k, params.seed, params.stop, params.stop_token_ids) == (0, None, ("end",), (3,))
-    assert params.greedy and not params.filtered
+    assert params.greedy
     assert SamplingParams(top_p=1e-300).top_p == 1e-9  # which float32 still tells from 0
     assert SamplingParams(temperature=1e-3).temperature == 0.01  # raised to a floor that divides safely
     with pytest.raises(UsageError, match="max_tokens"):
