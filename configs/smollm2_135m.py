@@ -34,7 +34,7 @@ config = Experiment(
     optimizer=OptimizerConfig(learning_rate=5e-4, beta2=0.98, weight_decay=0.0),
     mesh=MeshConfig(fsdp=1, tensor=-1),
     dtype="float32",
-    steps=700,
+    steps=500,
     remat=False,
     log_every=10,
     checkpoint_every=50,

@@ -137,11 +137,11 @@ def write_chats(model: str, prompts: Sequence[Chat], path: Path, sampling: Sampl
             with contextlib.suppress(ValueError):  # the last line of a stopped run may be incomplete
                 number, text, tokens = json.loads(line)
                 answers[number] = text, tokens
+        left = [number for number in range(len(prompts)) if number not in answers]
         with (
-            working(show, f"{Path(model).name} answers {len(prompts):,} prompts") as doing,
+            working(show, f"{Path(model).name} answers {len(left):,} prompts") as doing,
             draft.open("a", encoding="utf-8") as file,
         ):
-            left = [number for number in range(len(prompts)) if number not in answers]
             for number, answer in _answers(model, prompts, left, sampling, doing):
                 answers[number] = answer
                 file.write(json.dumps([number, *answer]) + "\n")

@@ -29,6 +29,7 @@ from swiftkv_jax.engine.followers import Follower, repeated, role_in
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
 from swiftkv_jax.engine.pages import root
 from swiftkv_jax.engine.request import (
+    MAX_LOGPROBS,
     Logprob,
     Request,
     RequestOutput,
@@ -461,25 +462,29 @@ class LLM:
           UsageError: there are no tokens or too many, or the model has no such id.
           FloatingPointError: the log probabilities are not finite.
         """
-        return self.score_each([token_ids], top)[0]
+        return self._scored([token_ids], top, MAX_LOGPROBS)[0]  # one program, whatever a server is asked
 
     def score_each(
         self, texts: Sequence[Sequence[int]], top: int = 0
     ) -> list[list[dict[int, Logprob] | None]]:
         """`score` of several texts; short ones share a pass, unless `kernels` names an implementation of
         scoring, which may not support that."""
+        return self._scored(texts, top, top and MAX_LOGPROBS)
+
+    def _scored(self, texts: Sequence[Sequence[int]], top: int, computed: int):
         for token_ids in texts:
             if not token_ids:
                 raise UsageError("there are no tokens to score")
             check_ids("token", token_ids, self.vocab_size, "score")
         together = 1 if "scoring" in self.settings.implementations else TOGETHER
         limit = self.settings.max_model_len
-        return prompt_logprobs(texts, top, limit, self.tokenizer, self._scores, together)
+        read = functools.partial(self._scores, computed)
+        return prompt_logprobs(texts, top, limit, self.tokenizer, read, together)
 
     @repeated
-    def _scores(self, tokens, following, places, segments):
+    def _scores(self, top: int, tokens, following, places, segments):
         s = self.settings
-        cache = s.max_model_len, s.cache_dtype, s.implementations.get("scoring")
+        cache = s.max_model_len, s.cache_dtype, s.implementations.get("scoring"), top
         return scores(self.model, *cache, self.params, tokens, following, places, segments, mesh=self.mesh)
 
     @property

@@ -226,21 +226,22 @@ def _likeliest(
 
 
 def logprobs_of(
-    logits: Float[Array, "Q V"], token: Int[Array, " Q"]
+    logits: Float[Array, "Q V"], token: Int[Array, " Q"], top: int = MAX_LOGPROBS
 ) -> tuple[Float[Array, " Q"], Int[Array, " Q"], Int[Array, "Q top"], Float[Array, "Q top"]]:
-    """The log probability and the rank of each token, the likeliest ids, and their log probabilities."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, token[:, None], axis=1)
-    rank = 1 + jnp.sum(logprobs > chosen, axis=-1)
-    return chosen[:, 0], rank.astype(jnp.int32), *_top(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    """The log probability and rank of each token, the `top` likeliest ids, and their log probabilities."""
+    whole = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
+    rank = 1 + jnp.sum(logits > chosen, axis=-1)
+    ids, values = _top(logits, min(top, logits.shape[1]))
+    return (chosen - whole)[:, 0], rank.astype(jnp.int32), ids, values - whole
 
 
-def _top(logprobs: Float[Array, "Q V"], count: int) -> tuple[Int[Array, "Q top"], Float[Array, "Q top"]]:
-    """The likeliest ids and their log probabilities. On GPUs XLA sorts the vocabulary for more than 16."""
+def _top(logits: Float[Array, "Q V"], count: int) -> tuple[Int[Array, "Q top"], Float[Array, "Q top"]]:
+    """The likeliest ids and their logits. On GPUs XLA sorts the vocabulary for more than 16."""
     first = min(count, 16) if device()[0] == "gpu" else count
-    values, ids = jax.lax.top_k(logprobs, first)
+    values, ids = jax.lax.top_k(logits, first)
     if first < count:
-        others = logprobs.at[jnp.arange(len(ids))[:, None], ids].set(-jnp.inf)
+        others = logits.at[jnp.arange(len(ids))[:, None], ids].set(-jnp.inf)
         rest = jax.lax.top_k(others, count - first)
         values, ids = jnp.append(values, rest[0], axis=1), jnp.append(ids, rest[1], axis=1)
     return ids.astype(jnp.int32), values

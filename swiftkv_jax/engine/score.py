@@ -92,12 +92,13 @@ def lengths(longest: int, limit: int) -> list[int]:
     return [min(size, longest) for size in sorted(sizes)]
 
 
-@partial(jax.jit, static_argnames=("model", "limit", "cache_dtype", "attention", "mesh"))
+@partial(jax.jit, static_argnames=("model", "limit", "cache_dtype", "attention", "top", "mesh"))
 def scores(
     model: Transformer | Predicted,
     limit: int,
     cache_dtype: str,
     attention: str | None,
+    top: int,
     params: PyTree,
     tokens: Int[Array, "1 T"],
     following: Int[Array, " T"],
@@ -105,8 +106,8 @@ def scores(
     segments: Int[Array, "1 T"] | None = None,
     mesh: Mesh | None = None,
 ):
-    """For each position, the log probability and rank of `following`, and the likeliest ids and their log
-    probabilities.
+    """For each position, the log probability and rank of `following`, and the `top` likeliest ids and their
+    log probabilities.
 
     `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from. `cache_dtype`
     and `attention` are the `cache_dtype` and `scoring` of `Settings`. Texts that share the row are told apart
@@ -128,8 +129,8 @@ def scores(
 
     def block(part):
         x, target = part
-        return logprobs_of(logits(model, params, x), target)
+        return logprobs_of(logits(model, params, x), target, top)
 
     cut = (x.reshape(-1, _BLOCK, x.shape[-1]), following.reshape(-1, _BLOCK))
-    out = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), jax.lax.map(block, cut))
+    out = jax.tree.map(lambda y: jax.lax.collapse(y, 0, 2), jax.lax.map(block, cut))
     return out if mesh is None else jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P()))

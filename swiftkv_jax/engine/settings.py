@@ -302,7 +302,7 @@ def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> N
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     chunk = whole(settings.max_num_batched_tokens), whole(2), whole(1)
-    score = partial(scores, model, settings.max_model_len, settings.cache_dtype, names.get("scoring"))
+    score = partial(scores, model, settings.max_model_len, settings.cache_dtype, names.get("scoring"), 0)
     try:
         for tokens, starts, survivors in (chunk, (whole(settings.max_num_seqs), None, None)):
             jax.eval_shape(partial(step, model), params, tokens, tokens, starts, survivors, pool)
