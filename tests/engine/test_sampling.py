@@ -52,7 +52,12 @@ FILTERS = [
 ]
 
 
-def test_filters_keep_exactly_what_transformers_keeps():
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request, monkeypatch):
+    monkeypatch.setattr(sampling, "device", lambda: (request.param, "", 1))
+
+
+def test_filters_keep_exactly_what_transformers_keeps(platform):
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
@@ -66,7 +71,7 @@ def test_filters_keep_exactly_what_transformers_keeps():
         np.testing.assert_array_equal(got, np.isfinite(theirs.numpy()), str(wanted))
 
 
-def test_each_lane_has_its_own_filter_and_neutral_ones_keep_all():
+def test_each_lane_has_its_own_filter_and_neutral_ones_keep_all(platform):
     """The order of tied tokens does not matter."""
     logits = random_logits(4)
     both = kept(logits, policy(4, top_k=[0, 3, 0, 0], top_p=[1, 1, 0.3, 1], min_p=[0, 0, 0, 0]))
