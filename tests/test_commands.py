@@ -11,7 +11,7 @@ from swiftkv_jax.cli import commands
 ENTRIES = {"swiftkv-train": commands.train, "train.py": commands.train}
 ENTRIES |= {"swiftkv-serve": commands.serve, "serve.py": commands.serve}
 ENTRIES |= {"swiftkv-convert": commands.convert}
-PARTS = ("plan", "distil", "train", "convert", "slim", "serve", "push")  # of `swiftkv`; eval is lm-eval's own
+PARTS = ("plan", "distil", "train", "convert", "slim", "serve", "push")  # of `swiftkv`, with one parser each
 
 
 def ran(entry, monkeypatch, *words: str) -> int:
@@ -44,6 +44,14 @@ def test_every_subcommand_has_help_and_refuses_unknown_flags(name, monkeypatch, 
     assert len(flags.splitlines()) < (100 if name == "serve" else 50), "two screens, and serve.py's own"
     assert ran(commands.main, monkeypatch, "swiftkv", name, "--nonsense") == 2
     assert capsys.readouterr().err.startswith("error: unrecognized arguments: --nonsense")
+
+
+def test_help_of_eval_has_the_flags_of_our_own_and_needs_no_lm_eval(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for words in (["--help"], ["DIR", "-h"]):
+        assert ran(commands.main, monkeypatch, "swiftkv", "eval", *words) == 0
+        told = capsys.readouterr().out
+        assert {"--against", "--prompts", "--tasks", "--files"} <= set(told.replace("[", " ").split())
 
 
 @pytest.mark.parametrize(

@@ -135,13 +135,18 @@ def evaluate() -> int:
     """Compare two models' answers, run our tasks, or lm-eval on our model; the exit code."""
     if module := our_eval(sys.argv):
         return _run(f"cli.{module}")
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        ours = [importlib.import_module(f"swiftkv_jax.cli.{name}").parser() for name in ("answers", "tasks")]
+        other = "All other --tasks are those of lm-eval, which has help of its own: lm-eval run --help\n"
+        return exit_code(lambda: print(*(parser.format_help() for parser in ours), other, sep="\n", end=""))
     if "--version" in sys.argv[1:]:
         return exit_code(lambda: print(f"swiftkv-jax {__version__}"))
     be_quiet()
     try:
         from swiftkv_jax.lm_eval import main
     except ImportError as error:
-        print(f"error: this needs {error.name}: pip install 'swiftkv-jax[eval]'", file=sys.stderr)
+        own = "ifeval, gsm8k and hellaswag also run without it, from local files (--files)"
+        print(f"error: this needs {error.name}: pip install 'swiftkv-jax[eval]'; {own}", file=sys.stderr)
         return 2
     return main()
 
