@@ -57,8 +57,8 @@ OTHERS = (
 CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of longer held-out rows
 STARTS = ("rewired", "least_squares")  # before training
 STAGES = (*STARTS, "least_squares_long", "distilled", "distilled_long")  # `long`: on longer held-out rows
-# The teacher answers each; students train on these chats too, which an epoch takes CHATS times, so that they
-# are about a fifth of its tokens.
+# The teacher answers these prompts. Students train on the chats too; an epoch takes them CHATS times, so that
+# they are about a fifth of its tokens.
 PROMPTS = ROOT / "demo" / "prompts.jsonl"
 CHATS = 9.0
 QUESTIONS = (
