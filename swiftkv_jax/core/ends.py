@@ -2,6 +2,7 @@
 
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.common.errors import UsageError
@@ -60,9 +61,20 @@ def head(config: ModelConfig, params: PyTree, h: Hidden) -> Float[Array, "*batch
     """Float32 logits of normalised hidden states; a tied model uses its transposed embeddings."""
     kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
     h = h if config.logits_scale == 1 else h * jnp.asarray(config.logits_scale, h.dtype)
-    return capped(
-        jnp.matmul(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32), config.logits_softcap
-    )
+    return capped(_float32_product(h, kernel.astype(h.dtype)), config.logits_softcap)
+
+
+@jax.custom_vjp
+def _float32_product(h, kernel):
+    """[..., D] @ [D, V], in float32. JAX would multiply its float32 slopes with float32 copies of the
+    operands, at half the speed of bfloat16 on a GPU; here they are rounded to the operands' dtype first."""
+    return jnp.matmul(h, kernel, preferred_element_type=jnp.float32)
+
+
+_float32_product.defvjp(
+    lambda h, kernel: (_float32_product(h, kernel), (h, kernel)),
+    lambda saved, slope: jax.vjp(jnp.matmul, *saved)[1](slope.astype(saved[0].dtype)),
+)
 
 
 def exit_logits(model: Decoder, params: PyTree, x: Hidden) -> Float[Array, "*batch V"]:

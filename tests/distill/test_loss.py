@@ -1,11 +1,15 @@
 """The losses against float64 numpy and PyTorch, and what they hold in memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tiny_models import PLAIN
 
+from swiftkv_jax.core.ends import head
 from swiftkv_jax.distill import loss as losses
 
 B, T, D, V = 3, 13, 8, 37
@@ -42,9 +46,14 @@ def test_kl_is_torchs_in_float64(arrays, chunk, temperature):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_kl_gradient_is_torchs(arrays):
+@pytest.mark.parametrize("dtype, error", [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_kl_gradient_is_torchs(arrays, dtype, error):
+    """In bfloat16, whose numbers are rounded to 2^-9, of states that bfloat16 holds."""
     s, t, kernel, mask, _ = arrays
-    got = jax.grad(lambda s: losses.kl_sum(head_of(kernel), head_of(kernel), s, t, mask, 2.0, 5))(s)
+    s, t, kernel = (x.astype(dtype) for x in (s, t, kernel))
+    of = functools.partial(head, PLAIN, {"lm_head": kernel})
+    got = jax.grad(lambda s: losses.kl_sum(of, of, s, t, mask, 2.0, 5))(s)
+    assert got.dtype == dtype
     x = torch.tensor(wide(s), requires_grad=True)
     w = torch.tensor(wide(kernel))
     teacher = (torch.tensor(wide(t)) @ w / 2).log_softmax(-1)
@@ -52,7 +61,7 @@ def test_kl_gradient_is_torchs(arrays):
         (x @ w / 2).log_softmax(-1), teacher, log_target=True, reduction="none"
     ).sum(-1)
     ((each * torch.tensor(wide(mask))).sum() * 4).backward()
-    np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-5)
+    np.testing.assert_allclose(np.float64(got), x.grad.numpy(), atol=error)
 
 
 def test_no_gradient_reaches_the_teacher(arrays):
