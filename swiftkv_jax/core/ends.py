@@ -66,14 +66,14 @@ def head(config: ModelConfig, params: PyTree, h: Hidden) -> Float[Array, "*batch
 
 @jax.custom_vjp
 def _float32_product(h, kernel):
-    """[..., D] @ [D, V], in float32. JAX would multiply its float32 slopes with float32 copies of the
-    operands, at half the speed of bfloat16 on a GPU; here they are rounded to the operands' dtype first."""
+    """[..., D] @ [D, V], in float32. JAX would multiply its float32 gradient with float32 copies of h and
+    kernel, at half the speed of bfloat16 on a GPU; here the gradient is rounded to their dtype first."""
     return jnp.matmul(h, kernel, preferred_element_type=jnp.float32)
 
 
 _float32_product.defvjp(
     lambda h, kernel: (_float32_product(h, kernel), (h, kernel)),
-    lambda saved, slope: jax.vjp(jnp.matmul, *saved)[1](slope.astype(saved[0].dtype)),
+    lambda saved, gradient: jax.vjp(jnp.matmul, *saved)[1](gradient.astype(saved[0].dtype)),
 )
 
 
