@@ -143,26 +143,26 @@ def _summary() -> tuple[list[str], Rows]:
         row["cache"] = f"{row['cache bytes per token'] / 3072:.0%}"
         students.setdefault(("demo, 3.6 M", row["student"]), []).append(row)
     answers = {(row["model"], row["machine"]): row for row in records("smollm2_answers")}
-    times = {}
+    plans = {"teacher": ("teacher", {"context": 512, "TTFT": 1.0, "cache": "100%"})}
     for model, name, layers, splits in (
         ("SmolLM2-135M", "smollm2", 30, (20, "20, share 2")),
         ("Gemma 3 270M", "gemma3", 18, (12, 9)),
     ):
         for row in records(name):
             split, how = row[f"split, of {layers}"], row["student"]
-            times[model, split, row["context"]] = row["TTFT"]
+            before, _, share = str(split).partition(", share ")
+            kept = int(before) + -(-(layers - int(before)) // int(share or 1))  # rows of a token's cache
+            title = f"SwiftKV, {before} of {layers} layers{share and f' + {share}-way AcrossKV'}"
+            row["cache"] = f"{kept / layers:.0%}"
+            plans.setdefault(f"split {split}", (title, {k: row[k] for k in ("context", "TTFT", "cache")}))
             if split in splits and how != "rewired":
-                before, _, share = str(split).partition(", share ")
-                kept = (int(before) + (layers - int(before)) / int(share or 1)) / layers
-                title = f"SwiftKV, {before} of {layers} layers{share and f' + {share}-way AcrossKV'}, {how}"
                 asked = answers.get((f"split {split}, {how}", "CPU"), {})
-                students.setdefault((model, title), []).append(asked | row | {"cache": f"{kept:.0%}"})
+                students.setdefault((model, f"{title}, {how}"), []).append(asked | row)
     for (name, machine), row in answers.items():
         if not name.startswith("split 20"):
-            title = name.replace("split 15", "SwiftKV, 15 of 30 layers").replace("share 2", "2-way AcrossKV")
-            split, cache = ("15, share 2", "77%") if "share 2" in name else (15, "100%")
-            row |= {"TTFT": 1.0 if name == "teacher" else times["SmolLM2-135M", split, 512], "cache": cache}
-            students["SmolLM2-135M", f"{title}, {machine}"] = [row | {"context": 512}]
+            plan = max((plan for plan in plans if name.startswith(plan)), key=len)
+            title, figures = plans[plan]
+            students["SmolLM2-135M", f"{title}{name.removeprefix(plan)}, {machine}"] = [row | figures]
     forms = {"context": "{}", "gap": "{:.3f}", "KL": "{:.3f}", "agreement": "{:.3f}", "TTFT": "{:.2f}"}
     rows = []
     for title, found in students.items():
