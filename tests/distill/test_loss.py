@@ -48,7 +48,7 @@ def test_kl_is_torchs_in_float64(arrays, chunk, temperature):
 
 @pytest.mark.parametrize("dtype, error", [("float32", 1e-5), ("bfloat16", 0.02)])
 def test_kl_gradient_is_torchs(arrays, dtype, error):
-    """In bfloat16, whose numbers are rounded to 2^-9, of states that bfloat16 holds."""
+    """Of inputs that are exact in `dtype`; bfloat16 then rounds each result to a relative 2^-9."""
     s, t, kernel, mask, _ = arrays
     s, t, kernel = (x.astype(dtype) for x in (s, t, kernel))
     of = functools.partial(head, PLAIN, {"lm_head": kernel})
