@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+import transformers
 from tiny_models import WORDS, tiny
-from tokenizers_made import CHATML, make_tokenizer
+from tokenizers_made import CHATML, INSTRUCT, PLAIN, make_tokenizer
 
 import swiftkv_jax as skv
 from swiftkv_jax.cli import teacher_chats
@@ -68,6 +69,41 @@ def test_a_model_writes_its_answers_once_and_a_run_trains_on_them(model, source,
     assert all(chat[-1]["role"] == "assistant" and chat[-1]["content"] != "old" for chat in chats)
     samples = Samples(dataclasses.replace(ready.data, sources=(path,)), load_tokenizer(model))
     assert len(samples) == 3 and any(sample.learn.any() for sample in samples)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("source")
+def test_a_model_without_prompts_writes_those_too(model, monkeypatch, capsys):
+    """Once, with `prompts` turns of a user, of which empty ones are left out."""
+    monkeypatch.setattr(teacher_chats, "_TURNS", dataclasses.replace(teacher_chats._TURNS, max_tokens=20))
+    asked = "self://?prompts=9&max_tokens=3"
+    path = teacher_chats.chats_of(str(model), asked)
+    said = capsys.readouterr().out.splitlines()
+    chats = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert 1 < len(chats) <= 9
+    for user, answer in chats:
+        assert (user["role"], answer["role"]) == ("user", "assistant") and user["content"].strip()
+    assert len({user["content"] for user, _ in chats}) > 1
+    assert sum(" wrote " in line for line in said) == 2
+    assert teacher_chats.chats_of(str(model), asked) == path
+    assert sum("wrote before" in line for line in capsys.readouterr().out.splitlines()) == 2
+    assert teacher_chats.chats_of(str(model), f"{asked}&seed=100") != path
+
+
+@pytest.mark.parametrize("template, close", [(CHATML, "<|end|>"), (INSTRUCT, "[/INST]"), (PLAIN, "\n")])
+def test_a_prompt_is_sampled_where_transformers_puts_one(template, close, tmp_path):
+    theirs = transformers.AutoTokenizer.from_pretrained(make_tokenizer(tmp_path, template))
+    whole = theirs.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False)
+    before, _, after = whole.partition("the cat")
+    ids = theirs(before, add_special_tokens=False)["input_ids"]
+    assert teacher_chats.user_turn(load_tokenizer(tmp_path)) == (ids, close)
+    assert (after.strip() or after) == close
+
+
+@pytest.mark.parametrize("source", ["self://", "self://prompts.jsonl?prompts=3", "self://?max_tokens=3"])
+def test_prompts_are_of_a_file_or_of_the_model(source):
+    with pytest.raises(UsageError, match=r"self://\?prompts=2000"):
+        teacher_chats.chats_of("model", source)
 
 
 def test_chats_are_sampled_again_for_other_prompts_sampling_or_weights(model, source, tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def parser() -> Parser:
     )
     several = {"action": "append", "default": []}
     p.flag("MODEL", "a folder, a GGUF file or a hub id")
-    own = "self://prompts.jsonl for chats that the model writes itself; may be repeated"
+    own = "self://prompts.jsonl or self://?prompts=N for chats that the model writes itself; may be repeated"
     about = f"a file of texts or chats, a folder or pattern of them, hf://org/name, or {own}"
     p.flag("--data X", about, action="append", required=True)
     about = "sampling weight of each --data, in order: 2 takes every document twice per pass (default: 1)"

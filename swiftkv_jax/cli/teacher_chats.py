@@ -2,7 +2,8 @@
 
 The source `self://prompts.jsonl` stands for the model's answers to the prompts in that file. They are sampled
 by the engine once, and kept in the cache of `datasets` under the model, the prompts and the sampling.
-`self://prompts.jsonl?max_tokens=512&temperature=1` overrides defaults of `Sampling`.
+`self://prompts.jsonl?max_tokens=512&temperature=1` overrides defaults of `Sampling`. `self://?prompts=2000`
+stands for answers to prompts that the model writes too.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from swiftkv_jax.distill.data.sources import SELF, kept_at
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.text.tokenizer import load_tokenizer
+from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 Chat = list[dict]
 _VERSION = 1  # of the cached files
@@ -40,12 +41,20 @@ _VERSION = 1  # of the cached files
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling(checks.Checked):
-    """How answers are chosen, as `SamplingParams` has it. Answer i samples with seed + i."""
+    """How answers are chosen, as `SamplingParams` has it. Answer i samples with seed + i.
 
+    `prompts`: so many turns of a user are sampled first, at temperature 1, where the chat template begins one
+    (Magpie, arXiv 2406.08464).
+    """
+
+    prompts: checks.Natural = 0
     max_tokens: checks.Count = 256
     temperature: checks.Amount = 0.8
     top_p: Annotated[float, partial(checks.above, least=0, most=1)] = 0.95
     seed: checks.Natural = 0
+
+
+_TURNS = Sampling(max_tokens=192, temperature=1.0, top_p=0.98)  # of a user
 
 
 def with_chats(experiment: Experiment) -> Experiment:
@@ -68,22 +77,47 @@ def chats_of(model: str, source: str) -> Path:
     if not model:
         raise UsageError(f"{source} needs a model to answer its prompts: give model")
     name, _, query = source.removeprefix(SELF).partition("?")
-    sampling, prompts = sampling_of(query, source), prompts_of(name)
+    sampling = sampling_of(query, source)
+    if bool(name) == bool(sampling.prompts):
+        raise UsageError(f"{source}: name a file of prompts, or ask for some, as in {SELF}?prompts=2000")
     folder = local_folder(model)
     tokenizer = load_tokenizer(folder)
     if tokenizer.template is None:
         raise UsageError(f"{source}: the model in {folder} has no chat template to answer by")
-    key = [_VERSION, fingerprint(folder), tokenizer.fingerprint, prompts, dataclasses.asdict(sampling)]
+    if sampling.prompts:
+        how = dataclasses.replace(_TURNS, seed=sampling.seed)
+        turns = _kept(model, tokenizer, [[]] * sampling.prompts, how)
+        chats = [json.loads(line)["messages"] for line in turns.read_text(encoding="utf-8").splitlines()]
+        prompts = [chat for chat in chats if chat[0]["content"].strip()]
+    else:
+        prompts = prompts_of(name)
+    return _kept(model, tokenizer, prompts, sampling)
+
+
+def _kept(model: str, tokenizer: Tokenizer, prompts: Sequence[Chat], sampling: Sampling) -> Path:
+    """The file of the model's answers to the prompts; it is written if it is missing."""
+    folder, how = local_folder(model), dataclasses.asdict(sampling)
+    del how["prompts"]
+    key = [_VERSION, fingerprint(folder), tokenizer.fingerprint, prompts, how]
     path = kept_at(f"self-{sha256(json.dumps(key).encode()).hexdigest()[:32]}.jsonl")
     if path.exists():
-        show(f"{source}: chats that {model} wrote before, in {path}")
+        show(f"{len(prompts):,} chats that {model} wrote before, in {path}")
         return path
     if jax.process_count() > 1:
-        raise UsageError(f"{source} is not written yet: write it with one process (--no-distributed)")
+        raise UsageError(f"{path} is not written yet: write it with one process (--no-distributed)")
     began = time.monotonic()
     tokens, seconds = write_chats(str(folder), prompts, path, sampling), time.monotonic() - began
     show(f"{model} wrote {len(prompts):,} chats, {tokens:,} tokens, in {seconds:.0f} s: {path}")
     return path
+
+
+def user_turn(tokenizer: Tokenizer) -> tuple[list[int], str]:
+    """(The ids before a chat's first turn of a user, the text that closes it)."""
+    one, other = (tokenizer.encode_chat([{"role": "user", "content": text}], False) for text in "ab")
+    alike = [a == b for a, b in zip(one, other, strict=True)]
+    end = len(alike) - alike[::-1].index(False)
+    close = tokenizer.decode(one[end:], skip_special_tokens=False)
+    return one[: alike.index(False)], close.strip() or close
 
 
 def sampling_of(query: str, source: str) -> Sampling:
@@ -125,7 +159,7 @@ def prompts_of(source: str, texts: bool = False) -> list:
 
 def write_chats(model: str, prompts: Sequence[Chat], path: Path, sampling: Sampling = Sampling()) -> int:
     """Write the model's answers to `path`, a conversation a line, in the order of the prompts; return the
-    number of their tokens.
+    number of their tokens. The answer to a chat without turns is a user's first.
 
     Each answer is saved beside `path` as soon as it is finished, so that a stopped run can continue.
     """
@@ -146,10 +180,10 @@ def write_chats(model: str, prompts: Sequence[Chat], path: Path, sampling: Sampl
                 answers[number] = answer
                 file.write(json.dumps([number, *answer]) + "\n")
                 file.flush()
-        rows = [
-            {"messages": [*prompt, {"role": "assistant", "content": answers[number][0]}]}
-            for number, prompt in enumerate(prompts)
-        ]
+        rows = []
+        for number, prompt in enumerate(prompts):
+            turn = {"role": "assistant" if prompt else "user", "content": answers[number][0]}
+            rows.append({"messages": [*prompt, turn]})
         whole = path.with_name(f"{path.name}.whole")  # until it is there, the draft alone has the answers
         with whole.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -164,14 +198,16 @@ def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling:
         return
     folder = local_folder(model)
     tokenizer, context = load_tokenizer(folder), ModelConfig.from_hf(folder).max_position_embeddings
-    lengths = {number: len(tokenizer.encode_chat(prompts[number], True)) for number in left}
-    most = min(context, max(lengths.values()) + sampling.max_tokens)
+    start, close = user_turn(tokenizer)
+    texts = {n: tokenizer.encode_chat(prompts[n], True) if prompts[n] else start for n in left}
+    most = min(context, max(map(len, texts.values())) + sampling.max_tokens)
     llm = LLM(model, max_model_len=most, max_num_seqs=min(LANES, len(left)), dtype="auto")
     asked = {}
-    for number in left:
-        room = max(1, min(sampling.max_tokens, most - lengths[number]))  # without any `llm.request` raises
+    for number, ids in texts.items():
+        room = max(1, min(sampling.max_tokens, most - len(ids)))  # without any `llm.request` raises
         temperature, top_p, seed = sampling.temperature, sampling.top_p, sampling.seed + number
-        params = SamplingParams(max_tokens=room, temperature=temperature, top_p=top_p, seed=seed)
-        asked[number] = {"messages": prompts[number]}, params
+        stop = (close,) if close and not prompts[number] else ()
+        params = SamplingParams(max_tokens=room, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+        asked[number] = {"prompt_token_ids": ids}, params
     for number, answer in answered(llm, asked, doing):
         yield number, (answer.text, len(answer.token_ids))

@@ -28,8 +28,8 @@ class DataConfig(Checked):
 
     Attributes:
       sources: files, patterns, folders, or hub datasets (hf://org/name:config[split]@revision, where all
-        parts but the name are optional); or self://prompts.jsonl, chats that the model writes itself.
-        docs/your_data.md lists formats.
+        parts but the name are optional); or self://prompts.jsonl or self://?prompts=N, chats that the model
+        writes itself. docs/your_data.md lists formats.
       weights: one for each source: how often an epoch takes its samples. 2: twice; 0.5: every other one, and
         the rest in the next epoch. Empty: once. Evaluations take each document once.
       columns: names of other columns than docs/your_data.md lists, as "ours=theirs": "prompt=question".
