@@ -79,7 +79,7 @@ def chats_of(model: str, source: str) -> Path:
     name, _, query = source.removeprefix(SELF).partition("?")
     sampling = sampling_of(query, source)
     if bool(name) == bool(sampling.prompts):
-        raise UsageError(f"{source}: name a file of prompts, or ask for some, as in {SELF}?prompts=2000")
+        raise UsageError(f"{source}: give a file of prompts or ask for some, as in {SELF}?prompts=2000")
     folder = local_folder(model)
     tokenizer = load_tokenizer(folder)
     if tokenizer.template is None:
