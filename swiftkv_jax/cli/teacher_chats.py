@@ -198,7 +198,7 @@ def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling:
         return
     folder = local_folder(model)
     tokenizer, context = load_tokenizer(folder), ModelConfig.from_hf(folder).max_position_embeddings
-    start, close = user_turn(tokenizer)
+    start, close = ([], "") if all(prompts) else user_turn(tokenizer)
     texts = {n: tokenizer.encode_chat(prompts[n], True) if prompts[n] else start for n in left}
     most = min(context, max(map(len, texts.values())) + sampling.max_tokens)
     llm = LLM(model, max_model_len=most, max_num_seqs=min(LANES, len(left)), dtype="auto")
