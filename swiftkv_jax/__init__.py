@@ -10,7 +10,7 @@ from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.loop import step
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.core.surgery import layer_pruned, to_slim, to_swiftkv
+from swiftkv_jax.core.surgery import layer_pruned, to_slim, to_swiftkv, with_tail
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.version import __version__
@@ -37,4 +37,5 @@ __all__ = [
     "step",
     "to_slim",
     "to_swiftkv",
+    "with_tail",
 ]

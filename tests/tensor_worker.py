@@ -53,6 +53,7 @@ PLANS = {
     "standard": skv.KVPlan.standard(3),
     "swiftkv": skv.KVPlan.swiftkv(3, 1),
     "acrosskv": skv.KVPlan.swiftkv(3, 1, 2),
+    "tail": skv.KVPlan.swiftkv(3, 1, tail=4),
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [np.random.default_rng(n).integers(1, 64, n).tolist() for n in (5, 23, 1, 9)]
@@ -115,6 +116,7 @@ CASES = {  # name -> (shape, plan, form, devices, settings); of a pair: base, au
     "standard on 4": (GQA, PLANS["standard"], "kv", 4, {}),
     "acrosskv by XLA on 2": (GQA, PLANS["acrosskv"], "kv", 2, {"kernels": "attention=xla,fill=xla"}),
     "int8 rows on 4": (GQA, PLANS["acrosskv"], "kv", 4, {"cache_dtype": "int8"}),
+    "a tail on 4": (GQA, PLANS["tail"], "kv", 4, {"kernels": "fill=xla"}),
     "keys alone on 4": (MHA, PLANS["swiftkv"], "k", 4, {}),
     "prediction on 4": (GQA, SMALL, "pair", 4, {}),
     "latents and experts on 4": (DEEPSEEK, DEEPSEEK.plan(1, 2), "kv", 4, {}),

@@ -35,8 +35,8 @@ def fewer_tokens(monkeypatch):
     monkeypatch.setattr(command, "HELD_OUT_TOKENS", 4096)
 
 
-def made(out: Path, split: int, init: str = "least_squares", share: int = 1, **options) -> dict[str, float]:
-    plan = PlanConfig(split=split, share=share, init=init, init_tokens=8192)
+def made(out: Path, split: int, init: str = "least_squares", share=1, tail=0, **options) -> dict[str, float]:
+    plan = PlanConfig(split=split, share=share, tail=tail, init=init, init_tokens=8192)
     return convert(str(TEACHER), plan, out, length=LENGTH, **options)
 
 
@@ -95,12 +95,12 @@ def test_a_conversion_with_shared_rows_is_measured_on_a_given_text(tmp_path, cap
     text.write_text(
         "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("results", "architecture"))
     )
-    found = made(tmp_path / "out", 4, "fold", share=2, text=str(text))
+    found = made(tmp_path / "out", 4, "fold", share=2, text=str(text), tail=5)
     assert found["cache_bytes"] == 6 / 8 and 1000 < found["tokens"] < 4096
     said = capsys.readouterr().out
-    assert "split 4 of 8 layers, share 2, fold, on" in said and "cache          25% saved" in said
+    assert "split 4 of 8 layers, share 2, tail 5, fold, on" in said and "cache          25% saved" in said
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (raw["num_key_value_layers"], raw["key_value_group_size"]) == (4, 2)
+    assert (raw["num_key_value_layers"], raw["key_value_group_size"], raw["swiftkv_tail"]) == (4, 2, 5)
     assert raw["torch_dtype"] == "bfloat16", "as the teacher's"
 
 

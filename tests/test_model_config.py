@@ -94,6 +94,9 @@ def test_swiftkv_fields():
     student = SMALL | {"model_type": "llama_swiftkv", "swiftkv": True, "num_key_value_layers": 2}
     assert plan_from_hf(student) == KVPlan.swiftkv(4, 2)
     assert plan_from_hf(student | {"key_value_group_size": 2}) == KVPlan.swiftkv(4, 2, 2)
+    tailed = student | {"swiftkv_tail": 5}
+    assert plan_from_hf(tailed) == KVPlan.swiftkv(4, 2, tail=5) != KVPlan.swiftkv(4, 2)
+    assert plan_from_hf(ModelConfig.from_hf(tailed).to_hf(plan_from_hf(tailed))) == plan_from_hf(tailed)
     assert plan_from_hf(SMALL) == KVPlan.standard(4)
     assert ModelConfig.from_hf(student) == ModelConfig.from_hf(SMALL)
     written = ModelConfig.from_hf(SMALL).to_hf(KVPlan.swiftkv(4, 1, 2))
@@ -201,7 +204,8 @@ def test_a_qwen_that_was_rewritten_as_a_llama_has_no_window():
 
 def test_a_students_invalid_config_json_is_refused():
     layers = [{"num_key_value_layers": 5}, {"num_key_value_layers": 0}, {"num_hidden_layers": None}]
-    for fields in (*layers, {"key_value_group_size": 0}, {"model_type": "bloom_swiftkv"}):
+    tails = ({"swiftkv_tail": -1}, {"swiftkv_tail": "5"}, {"swiftkv_tail": 1, "num_key_value_layers": 4})
+    for fields in (*layers, *tails, {"key_value_group_size": 0}, {"model_type": "bloom_swiftkv"}):
         with pytest.raises(UsageError):
             plan_from_hf(SMALL | {"model_type": "llama_swiftkv"} | fields)
 

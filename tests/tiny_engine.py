@@ -152,6 +152,60 @@ def model(plan: str):
     return make_model(PLANS["acrosskv"].stored_as(form), **MODELS[plan])
 
 
+def alone(fill, run, cache, prompt: list[int], tail: int, count: int = 10) -> list[int]:
+    """Greedy tokens of one prompt alone, unchunked. `fill(tokens, positions, starts, cache)` caches it up to
+    its `tail`; `run`, with the last token's index before the cache, gives logits too."""
+    ahead, size = max(0, len(prompt) - tail), 64
+
+    def flat(ids, first: int):
+        tokens, at = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        tokens[: len(ids)], at[: len(ids)] = ids, range(first, first + len(ids))
+        return tokens, at, np.array([0, len(ids)], np.int32)
+
+    if ahead:
+        cache = fill(*flat(prompt[:ahead], 0), cache)
+    given, read, out = prompt[ahead:], ahead, []
+    while len(out) < count:
+        logits, cache = run(*flat(given, read), np.array([len(given) - 1]), cache)
+        read += len(given)
+        out.append(int(np.argmax(logits[0])))
+        given = out[-1:]
+    return out
+
+
+def in_any_company(make, definition, tail: int) -> None:
+    """Check ragged prompts that often begin alike, of 1 and of `tail` tokens too, under chunks, lanes, pages
+    and pools of several sizes over NaN: prefix hits, preemptions, and second turns among them.
+
+    `make(**settings)` makes an engine, `definition(prompt)` says what it must answer.
+    """
+    random, found, counts = np.random.default_rng(5), [], {"prefix_hits": 0, "preemptions": 0}
+    shared = prompts((40,), seed=12)[0]
+    asked = [[1], [2] * tail]
+    for number in range(98):
+        begun = shared[: random.integers(0, 32)] if number % 2 else []
+        asked.append([*begun, *random.integers(0, 256, random.integers(1, 18)).tolist()])
+    setups = (
+        {"max_num_batched_tokens": 7, "num_pages": 22},
+        {"page_size": 3, "max_num_seqs": 3, "max_num_batched_tokens": 32, "num_pages": 30},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 20, "steps_per_launch": 8},
+        {"prefix_caching": False, "steps_per_launch": 1, "drafts": 3},
+    )
+    for number, setup in enumerate(setups):
+        llm, mine = make(**setup), asked[number::4]
+        poison(llm)
+        answers = tokens(run(llm, mine))
+        turns = [[*prompt, *answer, 3] for prompt, answer in zip(mine[:11], answers, strict=False)]
+        found += list(zip(mine, answers, strict=True))
+        found += list(zip(turns, tokens(run(llm, turns)), strict=True))
+        for name in counts:
+            counts[name] += llm.stats[name]
+        assert all_free(llm.engine)
+    assert len(found) == 144 and all(counts.values()), counts
+    wrong = [prompt for prompt, answer in found if answer != definition(prompt)]
+    assert not wrong
+
+
 @functools.cache
 def definition(plan: str, count: int = 10) -> list[list[int]]:
     return [greedy(*model(plan), prompt, count) for prompt in prompts(LENGTHS)]
@@ -174,7 +228,11 @@ def all_free(engine: Engine) -> bool:
 
 
 def poison(llm: LLM) -> None:
-    """NaN in every page of the pool; of integers in their scales."""
-    cache = llm.engine.runner.cache
-    stores = jax.tree.map(lambda x: (x * jnp.nan).astype(x.dtype), cache.stores)
-    llm.engine.runner.cache = dataclasses.replace(cache, stores=stores)
+    """NaN in every page of all pools; of integers in their scales."""
+    runner = llm.engine.runner
+
+    def poisoned(cache):
+        stores = jax.tree.map(lambda x: (x * jnp.nan).astype(x.dtype), cache.stores)
+        return dataclasses.replace(cache, stores=stores)
+
+    runner.cache, runner.auxiliary = poisoned(runner.cache), runner.auxiliary and poisoned(runner.auxiliary)

@@ -14,8 +14,13 @@ replaces are named as in ArcticTraining (arXiv 2410.03960, sections 3.2 and 3.3)
 
 So the later layers of a token influence that token alone. When only a prompt's last logits are needed, as in
 `generate`, only the last token runs them.
+
+With a `swiftkv_tail`, the last so many tokens of each call, of `generate` the end of a prompt and then every
+token, have keys and values of a later layer's own: of its input, by projections with the original names.
 """
 
+import copy
+import functools
 import importlib
 import inspect
 
@@ -62,10 +67,12 @@ class SwiftKVAttention:
             part = self._modules.pop(name, None)
             if part is not None and (makes or name in self.queries):
                 self.add_module(f"{name}_swiftkv", part)
+                if config.swiftkv_tail and name in self.made:
+                    self.add_module(name, copy.deepcopy(part))
 
-    def heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def heads(self, name: str, x: torch.Tensor, kind: str = "_swiftkv") -> torch.Tensor:
         """[B, T, hidden] -> [B, heads, T, head_dim]: projected, and normed where the family does that."""
-        y, norm = getattr(self, f"{name}_proj_swiftkv")(x), getattr(self, f"{name}_norm_swiftkv", None)
+        y, norm = getattr(self, f"{name}_proj{kind}")(x), getattr(self, f"{name}_norm{kind}", None)
         if norm is not None and norm.weight.numel() == y.shape[-1]:  # of all heads together, or of one
             y, norm = norm(y), None
         y = y.view(*x.shape[:-1], -1, self.head_dim)
@@ -82,12 +89,14 @@ class SwiftKVAttention:
         """Rotated heads; at: cos and sin, or None."""
         return x if at is None else self.module.apply_rotary_pos_emb(x, x, *at)[0]
 
-    def make(self, stream: torch.Tensor, at) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys, and values, of the stream; called on the first layer of a group."""
-        return self.rotated(self.heads("k", stream), at), self.heads("v", stream)
+    def make(self, stream: torch.Tensor, at, kind: str = "_swiftkv") -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys, and values, of the stream, or with kind="" of the layer's own input; called on the
+        first layer of a group."""
+        return self.rotated(self.heads("k", stream, kind), at), self.heads("v", stream, kind)
 
-    def forward(self, hidden_states, position_embeddings, attention_mask, keys, values, **kwargs):
-        kwargs.pop(CACHE, None)  # a decoder layer passes it on; `keys` and `values` come from there
+    def forward(self, hidden_states, position_embeddings, attention_mask, row, **kwargs):
+        kwargs.pop(CACHE, None)  # a decoder layer passes it on; keys and values come from there
+        keys, values = row(self, hidden_states, position_embeddings)
         queries = self.rotated(self.heads("q", hidden_states), position_embeddings)
         if hasattr(self.module, "get_llama_4_attn_scale"):  # Ministral 3
             rope = self.config.rope_parameters
@@ -198,18 +207,21 @@ class SwiftKVModel:
                 for kind in set(self.kinds)
             }
         split, share = self.config.num_key_value_layers, self.config.key_value_group_size
+        tail = min(self.config.swiftkv_tail, x.shape[1])
         at, rows = self.angles(x, position_ids), {}
         for number, layer in enumerate(self.layers):
             if number == split:
                 stream = self.norm_swiftkv(x) if hasattr(self, "norm_swiftkv") else x
-                rows = self.rows(stream, at, cache)
+                rows = self.rows(stream, at, cache, tail)
                 # Every token runs the later layers where masks are no tensors (flex_attention), and where no
-                # mask hides the empty places of a static cache from a single query.
-                full = cache is None or not cache.is_compileable
+                # mask hides the empty places of a static cache from a single query, or later tokens from one
+                # of several.
+                full = (cache is None or not cache.is_compileable) and tail < 2
                 if last_only and all(torch.is_tensor(m) or (m is None and full) for m in masks.values()):
-                    x, position_ids = x[:, -1:], position_ids[:, -1:]
-                    at = [last_angles(one) for one in at]
-                    masks = {kind: last_query(mask) for kind, mask in masks.items()}
+                    last = max(1, tail)
+                    x, position_ids = x[:, -last:], position_ids[:, -last:]
+                    at = [angles_of(one, slice(-last, None)) for one in at]
+                    masks = {kind: last_queries(mask, last) for kind, mask in masks.items()}
             x = layer(
                 x,
                 attention_mask=masks[self.kinds[number]],
@@ -217,7 +229,7 @@ class SwiftKVModel:
                 # A reader turns its queries by the table that rotated the keys: its group's first layer's.
                 position_embeddings=at[number - (number - split) % share if rows else number],
                 use_cache=use_cache,
-                **(rows[number] if rows else {CACHE: cache}),
+                **({"row": rows[number]} if rows else {CACHE: cache}),
                 **kwargs,
             )
         output = getattr(self.attention.module, "MoeModelOutputWithPast", BaseModelOutputWithPast)
@@ -233,33 +245,45 @@ class SwiftKVModel:
         turns = [not isinstance(part, SwiftKVAttention) or part.turns for part in attentions]
         return [tables[kind] if turned else None for kind, turned in zip(self.kinds, turns, strict=True)]
 
-    def rows(self, stream: torch.Tensor, at, cache) -> dict[int, dict[str, torch.Tensor]]:
-        """Keys and values of every layer from `split` on, those of earlier tokens included.
+    def rows(self, stream: torch.Tensor, at, cache, tail: int) -> dict:
+        """For every layer from `split` on, a function that gives its keys and values, those of earlier tokens
+        included, from the attention, its input and the angles there. Those of the last `tail` tokens are made
+        of that input, all others of the stream, here.
 
         A group's layers share one place in the cache, or two if some of them have a sliding window.
         """
         split, share = self.config.num_key_value_layers, self.config.key_value_group_size
-        rows, made, places = {}, None, {}
-        for number in range(split, len(self.layers)):
-            if (number - split) % share == 0:
-                made, places = self.layers[number].self_attn.make(stream, at[number]), {}
-            kind = self.kinds[number]
-            if kind not in places:
-                places[kind] = made if cache is None else cache.update(*made, number)
-            rows[number] = dict(zip(("keys", "values"), places[kind], strict=True))
-        return rows
+        ahead, made, whole, places = stream.shape[1] - tail, {}, {}, {}
+        for number in range(split, len(self.layers), share) if ahead else ():
+            early = angles_of(at[number], slice(ahead))
+            made[number] = self.layers[number].self_attn.make(stream[:, :ahead], early)
+
+        def row(number: int, attention, x: torch.Tensor, at):
+            first, kind = number - (number - split) % share, self.kinds[number]
+            if number == first:
+                last = slice(-tail, None)
+                parts = [made[first]] if ahead else []
+                parts += [attention.make(x[:, last], angles_of(at, last), "")] if tail else []
+                whole[first] = tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+            if cache is None:
+                return whole[first]
+            if (first, kind) not in places:
+                places[first, kind] = cache.update(*whole[first], number)
+            return places[first, kind]
+
+        return {number: functools.partial(row, number) for number in range(split, len(self.layers))}
 
 
-def last_angles(at):
-    """The angles of the last token."""
+def angles_of(at, tokens: slice):
+    """The angles of some of the tokens."""
     if at is None or torch.is_tensor(at):
-        return at if at is None else at[:, -1:]
-    return tuple(part[:, -1:] for part in at)
+        return at if at is None else at[:, tokens]
+    return tuple(part[:, tokens] for part in at)
 
 
-def last_query(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask of the last query; one of [B, keys], as flash attention has it, is for every query."""
-    return mask[:, :, -1:] if mask is not None and mask.dim() == 4 else mask
+def last_queries(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    """The mask of the last queries; one of [B, keys], as flash attention has it, is for every query."""
+    return mask[:, :, -count:] if mask is not None and mask.dim() == 4 else mask
 
 
 class SwiftKVForCausalLM:
@@ -329,6 +353,7 @@ def define(family: str) -> None:
         model_type = f"{config.model_type}_swiftkv"
         num_key_value_layers: int = 1
         key_value_group_size: int = 1
+        swiftkv_tail: int = 0
 
     attention = getattr(theirs, f"{family}Attention")
     own = LatentAttention if hasattr(attention, "expand_kv") else SwiftKVAttention

@@ -336,7 +336,9 @@ def names_of(config: ModelConfig) -> Names:
 def _slots(
     config: ModelConfig, plan: KVPlan, names: Names, tree: PyTree, cuts: weights.Cuts
 ) -> dict[str, Slot]:
-    stacks, out = weights.partition(plan, config.kinds, cuts), {}
+    layers, rows = weights.partition(plan, config.kinds, cuts)
+    tail, out = weights.tail_ranges(plan, config.kinds, cuts), {}
+    stacks: dict[str, Sequence[range]] = {"layers": layers, "rows": rows, "tail_rows": tail}
     if config.encoder is not None and names.encoder is not None:
         within, own = config.encoder, tree["encoder"]
         slots = _slots(within, within.plan(), names.encoder, own, None)
@@ -349,7 +351,7 @@ def _slots(
         if top in names.top:
             out[f"{names.top[top]}.{kind}"] = _slot(names, path, weight.shape, ())
             continue
-        held = stacks[0 if path[0] == "layers" else 1][typing.cast(int, path[1])]
+        held = stacks[typing.cast(str, path[0])][typing.cast(int, path[1])]
         for index, number in enumerate(held):
             name = _layer_name(names, plan, number, path)
             if "experts" not in path:
@@ -429,12 +431,13 @@ def leaves(tree: PyTree, path: Path = ()) -> list[tuple[Path, typing.Any]]:
 def _layer_name(names: Names, plan: KVPlan, number: int, path: Path) -> str:
     """The tensor name of a part of layer or row `number`."""
     layer, head = number, ()
-    if path[0] == "rows":
+    if path[0] != "layers":
         row = plan.rows[number]
         layer, head = row.maker, () if row.space == SELF else (_CROSS,)
-    of_row = path[0] == "rows"
+    tree = path[0]
     path, kind = _part_and_kind((*head, *path[2:]))
-    replaced = plan.is_swiftkv and layer >= plan.split and (of_row or path[-1] in _REPLACED)
+    renamed = tree == "rows" or (tree == "layers" and path[-1] in _REPLACED)
+    replaced = plan.is_swiftkv and layer >= plan.split and renamed
     name = f"{names.layer}{layer}.{names.of(path)}"
     if name.endswith("_bias"):  # a tensor of its own
         return name

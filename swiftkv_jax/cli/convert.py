@@ -66,7 +66,8 @@ def parser() -> Parser:
     p.flag("--auxiliary DIR", "KV prediction: folder or hub id of a model that reads prompts", method)
     p.flag("--share S", SHARE, type=int, default=1)
     p.flag("--map", "which auxiliary row predicts which row (nearest with --keep, else spread)", choices=MAPS)
-    p.flag("--tail N", "last prompt tokens that MODEL reads itself (1)", type=int, default=1)
+    about = "last prompt tokens that run all of MODEL, as generated ones do then (0; KV prediction: 1)"
+    p.flag("--tail N", about, type=int)
     kinds = ".txt, .md or .jsonl, a folder of them, or hf://org/name; may be repeated"
     about = f"text to fit and evaluate on: {kinds} (default: Python's documentation, of the package)"
     p.flag("--text FILE", about, action="append")
@@ -90,6 +91,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     tokens = {} if args.tokens is None else {"init_tokens": integer("--tokens", args.tokens, 1)}
     start: dict[str, Any] = {"init": args.init} | tokens
+    if args.tail is not None:
+        start["tail"] = args.tail
     if args.split is not None:
         part = PlanConfig(split=args.split, share=args.share, **start)
     else:
@@ -97,7 +100,7 @@ def _run(args: argparse.Namespace) -> None:
             keep = tuple(int(layer) for layer in args.keep.split(",")) if args.auxiliary is None else ()
         except ValueError:
             raise UsageError(f"--keep takes layers as 0,2,4, not {args.keep!r}") from None
-        part = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail, **start)
+        part = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, **start)
     text, answers = args.text or str(CORPUS), integer("--answers", args.answers, 0)
     convert(args.model, part, args.out, text, args.length, args.dtype, answers=answers)
 
@@ -220,8 +223,9 @@ def _check_out(out: Path) -> None:
 
 def report(figures: dict[str, float], part: PlanConfig | PredictConfig, layers: int, length: int) -> str:
     if isinstance(part, PlanConfig):
-        shared = f", share {part.share}" if part.share > 1 else ""
-        student = f"split {part.split} of {layers} layers{shared}, {part.init}"
+        more = f", share {part.share}" if part.share > 1 else ""
+        more += f", tail {part.tail}" if part.tail else ""
+        student = f"split {part.split} of {layers} layers{more}, {part.init}"
         saved = [
             f"  prompt FLOPs   {1 - figures['prompt_flops']:.0%} saved in the layers, at {length} tokens",
             f"  cache          {1 - figures['cache_bytes']:.0%} saved",

@@ -28,7 +28,7 @@ _READ = frozenset(
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta "
     "rope_scaling rope_parameters original_max_position_embeddings torch_dtype dtype attention_bias "
     "mlp_bias sliding_window use_sliding_window max_window_layers layer_types num_key_value_layers "
-    "key_value_group_size exit_head slim_attention".split()
+    "key_value_group_size swiftkv_tail exit_head slim_attention".split()
 )
 # Fields that change the numbers, with the values at which they do not; any other value is refused.
 _SILU = ("silu", "swish", "swiglu", None)

@@ -232,13 +232,13 @@ class ModelConfig:
         )
         return tuple(map(Kind, self.windows, *(given or (usual,) * many for given, usual in each)))
 
-    def plan(self, split: int | None = None, share: int = 1) -> KVPlan:
+    def plan(self, split: int | None = None, share: int = 1, tail: int = 0) -> KVPlan:
         """The standard plan of these layers; with `split`, that of SwiftKV."""
         without = [layer for layer, kind in enumerate(self.kinds) if kind.attention != ROWS]
         if split is None:
             plan = KVPlan.standard(self.num_layers, without)
         else:
-            plan = KVPlan.swiftkv(self.num_layers, split, share, without)
+            plan = KVPlan.swiftkv(self.num_layers, split, share, without, tail)
         return plan.stored_as(self.form)
 
     @property
@@ -333,6 +333,8 @@ class ModelConfig:
         if plan.is_swiftkv:
             out |= {"model_type": f"{self.family}_swiftkv", "swiftkv": True}
             out |= {"num_key_value_layers": split, "key_value_group_size": share}
+        if plan.tail:
+            out["swiftkv_tail"] = plan.tail  # ours: published models have none
         if self.exit_head:
             out["exit_head"] = True  # ours: published checkpoints have none
         if not plan.is_plain:
@@ -404,7 +406,8 @@ def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
     plan = KVPlan.standard(layers, without)
     if is_swiftkv(raw):
         split = integer(raw, "num_key_value_layers", layers)
-        plan = KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1), without)
+        share, tail = integer(raw, "key_value_group_size", 1), raw.get("swiftkv_tail") or 0
+        plan = KVPlan.swiftkv(layers, split, share, without, tail)
     if FAMILIES[base_family(raw)].latent:
         return plan.stored_as("latent")
     forms, crossing = forms_from_hf(raw, len(plan.rows)), cross_forms_from_hf(raw, layers)

@@ -49,12 +49,15 @@ class KVPlan:
       reads: reads[j] is the index of the row that layer j reads; None for a layer without attention.
       cross: the same for cross-attention, whose rows are made from another stream; empty without it.
       merged: all rows share one place in the cache, each overwriting the one before; for measurements only.
+      tail: tokens at a prompt's end that run every layer. Their rows, and those of generated tokens, are made
+        by another plan, `of_tail`, with weights of its own. 0, as in the paper: this plan makes all rows.
     """
 
     rows: tuple[Row, ...]
     reads: tuple[int | None, ...]
     cross: tuple[int, ...] = ()
     merged: bool = False
+    tail: int = 0
 
     def __post_init__(self):
         layers = len(self.reads)
@@ -76,6 +79,9 @@ class KVPlan:
             raise UsageError("rows of the tokens themselves come first, then those of other streams")
         if len({row.source for row in self.rows if row.shared_norm}) > 1:
             raise UsageError("rows with a shared norm must all be made from the same layer's input")
+        if integer("tail", self.tail, 0) and not self.has_fill:
+            stored = f"{self.kind} with rows of form {', '.join(self.forms)}"
+            raise UsageError(f"a tail needs a SwiftKV plan with rows of form kv; this is {stored}")
 
     def _check_row(self, number: int, row: Row) -> None:
         layers, named = len(self.reads), isinstance(row.source, str)
@@ -122,7 +128,9 @@ class KVPlan:
         return cls.from_rows(None if layer in set(without) else layer for layer in range(num_layers))
 
     @classmethod
-    def swiftkv(cls, num_layers: int, split: int, share: int = 1, without: Iterable[int] = ()) -> "KVPlan":
+    def swiftkv(
+        cls, num_layers: int, split: int, share: int = 1, without: Iterable[int] = (), tail: int = 0
+    ) -> "KVPlan":
         """SwiftKV at `split`; AcrossKV when `share` > 1 (SwiftKV paper, sections 3.2 and 3.3).
 
         Layers from `split` on read rows in consecutive groups of `share`; the last group may be shorter. The
@@ -140,7 +148,7 @@ class KVPlan:
             )
         leaders = {layer: upper[i - i % share] for i, layer in enumerate(upper)}
         rows = (None if layer in without else leaders.get(layer, layer) for layer in range(num_layers))
-        return cls.from_rows(rows, split)
+        return dataclasses.replace(cls.from_rows(rows, split), tail=tail)
 
     @classmethod
     def merge_all(cls, num_layers: int) -> "KVPlan":
@@ -205,6 +213,15 @@ class KVPlan:
         return KVPlan.standard(self.num_layers, self.without).stored_as(
             self.forms[0] if self.is_plain else "kv"
         )
+
+    @property
+    def of_tail(self) -> "KVPlan":
+        """The plan of the tokens that run every layer, if there is a `tail`, else this one: each row is made
+        from the input of the layer that makes it."""
+        if not self.tail:
+            return self
+        rows = tuple(dataclasses.replace(row, source=row.maker, shared_norm=False) for row in self.rows)
+        return dataclasses.replace(self, rows=rows, tail=0)
 
     @property
     def is_plain(self) -> bool:
@@ -294,7 +311,7 @@ class KVPlan:
         if not self.skipped_layers:
             return said
         most = max(len(self.readers(row)) for row in range(len(self.rows)))
-        return f"{said}, split {self.split}, share {most}"
+        return f"{said}, split {self.split}, share {most}" + (f", tail {self.tail}" if self.tail else "")
 
     def made_at(self, layer: int) -> tuple[int, ...]:
         """The rows made from the hidden states that enter `layer`."""
@@ -359,7 +376,7 @@ class KVPlan:
     @property
     def listed_forms(self) -> tuple[str, ...]:
         """The forms from which `stored_as` makes this plan, one for each row of the plain SwiftKV plan:
-        `KVPlan.swiftkv(layers, *split_and_share, without).stored_as(*listed_forms)` is this plan.
+        `KVPlan.swiftkv(layers, *split_and_share, without, tail).stored_as(*listed_forms)` is this plan.
 
         Raises:
           UsageError: as `split_and_share`.
@@ -369,7 +386,7 @@ class KVPlan:
     def _listed(self) -> tuple[int, int, tuple[str, ...]]:
         own, layers = self.named.own, self.num_layers
         for share in range(1, layers - self.split + 2):
-            plain = KVPlan.swiftkv(layers, self.split, share, self.without)
+            plain = KVPlan.swiftkv(layers, self.split, share, self.without, self.tail)
             firsts = [plain.readers(row)[0] for row in range(len(plain.rows))]
             forms = tuple(own.rows[own.read_by(layer)[0]].form for layer in firsts)
             if plain.stored_as(*forms) == own:

@@ -49,7 +49,8 @@ def step(
     """Add a flat ragged batch to the cache, and compute logits at the survivors.
 
     A whole prompt, a chunk of one and a decode token are the same call. Tokens that do not survive run only
-    the layers up to `plan.depth` (SwiftKV paper, section 3.2).
+    the layers up to `plan.depth` (SwiftKV paper, section 3.2). Under a plan with a tail, `fill` reads a
+    prompt up to its tail, and a step by `surgery.of_tail` what follows.
 
     Args:
       tokens: [T] int32 ids of all sequences, one sequence after the other.
@@ -65,11 +66,8 @@ def step(
     Returns:
       Logits [M, V] in float32, with `exits` a pair of them, and the cache with the rows of these tokens.
     """
-    at, batch = cache.angles.at(positions), make_batch(query_starts, positions)
-    x, depth = embed(model, params, tokens, positions), model.plan.depth
-    x, cache, _ = run(model, params, x, at, batch, cache, range(depth))
-    due = model.plan.made_at(depth)
-    cache, _ = make_rows(model, params, due, depth, x, at, batch, cache)
+    x, at, batch, cache = fill(model, params, tokens, positions, query_starts, cache)
+    depth, due = model.plan.depth, model.plan.made_at(model.plan.depth)
 
     def finish() -> Any:
         chosen = x, at, batch
@@ -83,6 +81,23 @@ def step(
         return finish(), cache
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(finish))
     return jax.lax.cond(survivors[0] < tokens.shape[0], finish, lambda: nothing), cache
+
+
+def fill(
+    model: Decoder,
+    params: PyTree,
+    tokens: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    query_starts: Int[Array, " Q1"] | None,
+    cache: Cache,
+) -> tuple[Float[Array, "T D"], Rotary, Batch, Cache]:
+    """Run the layers below `plan.depth`, and make all rows of a flat ragged batch. Returns the hidden states
+    entering that layer, their angles, the batch, and the cache; arguments as in `step`."""
+    at, batch = cache.angles.at(positions), make_batch(query_starts, positions)
+    x, depth = embed(model, params, tokens, positions), model.plan.depth
+    x, cache, _ = run(model, params, x, at, batch, cache, range(depth))
+    cache, _ = make_rows(model, params, model.plan.made_at(depth), depth, x, at, batch, cache)
+    return x, at, batch, cache
 
 
 def run(

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan, Prediction
-from swiftkv_jax.core import sharding, surgery, weights
+from swiftkv_jax.core import loop, sharding, surgery, weights
 from swiftkv_jax.core.cache import Cache, make_batch
 from swiftkv_jax.core.ends import embed, logits
 from swiftkv_jax.core.form import Pair, Raw, filled
@@ -98,6 +98,8 @@ def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) ->
             raise UsageError(f"KV prediction is of decoders; the {name} reads an encoder's output")
         if plan.forms != ("kv",) or plan.merged:
             raise UsageError(f"KV prediction maps keys and values; the {name}'s rows are stored otherwise")
+        if plan.tail:
+            raise UsageError(f"KV prediction makes all rows of a prompt; the {name}'s plan has a tail")
         if clip is not None:
             raise UsageError(f"KV prediction maps keys and values; the {name} clips them at {clip}")
     if auxiliary.config.exit_head:
@@ -123,14 +125,20 @@ def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
     not used otherwise. At least one layer is kept.
     """
     if not isinstance(model, Predicted):
-        return (model,)
+        return (Transformer(model.config, model.plan.of_tail, model.dtype),)
     last = model.auxiliary.plan.deepest(model.prediction.reads)
     return model.base, surgery.pruned(model.auxiliary, range(max(1, last)))
 
 
 def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer, PyTree]:
     """The generating model and its parameters."""
-    return (model.base, params["base"]) if isinstance(model, Predicted) else (model, params)
+    return (model.base, params["base"]) if isinstance(model, Predicted) else surgery.of_tail(model, params)
+
+
+def tail_of(model: Transformer | Predicted) -> int:
+    """Tokens at a prompt's end that the generating model reads, where others are only read ahead of it (see
+    `fill`); 0: it reads whole prompts."""
+    return model.prediction.tail if isinstance(model, Predicted) else model.plan.tail
 
 
 def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
@@ -424,18 +432,19 @@ def _with_own(
 
 @pytree
 class Caches:
-    """The rows of both models, in pages of one size under one page table."""
+    """The rows of the generating model and of its auxiliary, if it has one, in pages of one size under one
+    page table."""
 
     base: Cache
-    auxiliary: Cache
+    auxiliary: Cache | None = None
 
     def seen_by(self, table: Int[Array, "Q slots"]) -> "Caches":
         """The same rows under another page table."""
-        return Caches(self.base.seen_by(table), self.auxiliary.seen_by(table))
+        return Caches(self.base.seen_by(table), self.auxiliary and self.auxiliary.seen_by(table))
 
 
 def fill(
-    model: Predicted,
+    model: Transformer | Predicted,
     params: PyTree,
     tokens: Int[Array, " T"],
     positions: Int[Array, " T"],
@@ -443,12 +452,15 @@ def fill(
     caches: Caches,
 ) -> Caches:
     """Read a flat ragged batch of prompt tokens with the auxiliary; writes its rows and the base's predicted
-    ones.
+    ones. Without an auxiliary, the layers below a plan's split read them, and rows are made there.
 
     Arguments as in `loop.step`; every token must lie before the last `tail` of its prompt; `caches` belong
     to the models that `cached` returns. Predictions use rows as they are made, before a cache rounds them, so
     that they do not depend on the chunking.
     """
+    if not isinstance(model, Predicted):
+        return Caches(loop.fill(model, params, tokens, positions, query_starts, caches.base)[-1])
+    assert caches.auxiliary is not None
     aux, p, reads = model.auxiliary, params["auxiliary"], model.prediction.reads
     angles, auxiliary_angles = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
     batch, last = make_batch(query_starts, positions), aux.plan.deepest(reads)

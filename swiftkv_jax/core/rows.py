@@ -376,6 +376,8 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
             "an exit head reads the hidden states entering a SwiftKV plan's split; this plan has none: "
             "use KVPlan.swiftkv, or exit_head=False"
         )
+    if config.exit_head and plan.tail:
+        raise UsageError(f"an exit head needs rows made at the split, without a tail of {plan.tail} tokens")
 
 
 def _head_weights(config: ModelConfig, width: int, bias: bool) -> PyTree:

@@ -69,10 +69,52 @@ def to_swiftkv(
         for name, weight in shared_norm_weights(model.config).items():
             gain = attention[name.removeprefix("shared_")]
             out[name] = jnp.full_like(gain, weight.fill) if init == "fold" else gain
+    if plan.tail:
+        out["tail_rows"] = _tail_rows(model, params, plan, weights.cuts_of(out))
     if exit_head:
         kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
         out["exit"] = {"lm_head": kernel} | {name: params[name] for name in norm_weights(model.config)}
     return student, out
+
+
+def _tail_rows(teacher: Transformer, params: PyTree, plan: KVPlan, cuts: weights.Cuts) -> list[PyTree]:
+    """A student's "tail_rows": the teacher's makers of the same layers."""
+    of = [teacher.plan.read_by(row.maker)[0] for row in plan.rows]
+    ranges = weights.tail_ranges(plan, teacher.config.kinds, cuts)
+    return [_rows(params["rows"], [of[row] for row in held]) for held in ranges]
+
+
+def with_tail(
+    model: Transformer, params: PyTree, teacher: Transformer, teacher_params: PyTree, tail: int
+) -> tuple[Transformer, PyTree]:
+    """A SwiftKV student whose last `tail` tokens of a prompt, and generated tokens, run every layer and have
+    rows as its teacher's: made from each layer's own input by the teacher's k and v. It needs no training
+    (docs/decisions.md).
+
+    Raises:
+      UsageError: `model` is no SwiftKV student of such a teacher, its rows are converted, or it has an exit
+        head.
+    """
+    check_teacher(teacher)
+    tailed = Transformer(model.config, dataclasses.replace(model.plan, tail=tail), model.dtype)
+    if weights.weights(model.config, teacher.plan) != weights.weights(teacher.config, teacher.plan):
+        raise UsageError("the student and its teacher have layers of different shapes")
+    kept = {name: part for name, part in params.items() if name != "tail_rows"}
+    made = _tail_rows(teacher, teacher_params, tailed.plan, weights.cuts_of(params))
+    return tailed, kept | ({"tail_rows": made} if tail else {})
+
+
+def of_tail(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:
+    """The model of a prompt's tail and of generated tokens, on the same arrays: without a tail, `model`."""
+    plan = model.plan
+    if not plan.tail:
+        return model, params
+    held = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
+    below = [stack for numbers, stack in held if not plan.rows[numbers.start].shared_norm]
+    gone = ("tail_rows", "shared_norm", "shared_norm_bias")
+    rest = {name: part for name, part in params.items() if name not in gone}
+    own = Transformer(model.config, plan.of_tail, model.dtype)
+    return own, rest | {"rows": below + params["tail_rows"]}
 
 
 def check_teacher(model: Transformer) -> None:
@@ -296,7 +338,12 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
     if wide == model:
         return model, params
 
-    axes = jax.tree.map(lambda weight: weight.axes, weights.described(config, model.plan, params)["rows"])
+    names = [name for name in ("rows", "tail_rows") if name in params]
+
+    def part(tree: PyTree) -> PyTree:
+        return {name: tree[name] for name in names}
+
+    axes = jax.tree.map(lambda weight: weight.axes, part(weights.described(config, model.plan, params)))
 
     def repeated(letters: str, leaf: Array) -> Array:
         if not letters.endswith("E"):
@@ -304,10 +351,10 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
         by_head = leaf.reshape(*leaf.shape[:-1], kv_heads, config.head_dim)
         return jnp.repeat(by_head, parts // kv_heads, axis=-2).reshape(*leaf.shape[:-1], -1)
 
-    placed = weights.described(wide.config, model.plan, params)["rows"]
+    placed = part(weights.described(wide.config, model.plan, params))
     where = jax.tree.map(lambda weight: sharding.named(mesh, weight.axes, weight.shape), placed)
-    rows = jax.jit(lambda rows: jax.tree.map(repeated, axes, rows), out_shardings=where)(params["rows"])
-    return wide, params | {"rows": rows}
+    rows = jax.jit(lambda rows: jax.tree.map(repeated, axes, rows), out_shardings=where)(part(params))
+    return wide, params | rows
 
 
 def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:

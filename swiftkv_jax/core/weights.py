@@ -3,6 +3,7 @@
     {"embed", "positions"?, "norm", "lm_head"?, "exit"?, "shared_norm"?,
      "layers": [stack, ...],    consecutive layers, leaves [n, ...]
      "rows": [stack, ...],      what makes (and reads) consecutive rows, leaves [n, ...]
+     "tail_rows"?: [stack, ...], what makes those from the split on of the tokens that run every layer
      "relative"?, "encoder"?}   the bias by distance; an encoder, a tree of the same structure
 
 Stacks are as long as the plan's runs of equal layers allow, so that a scan can run them; `cuts` ask for
@@ -72,21 +73,33 @@ def partition(
     return layers, made
 
 
+def tail_ranges(plan: KVPlan, kinds: Sequence[Kind], cuts: Cuts = ()) -> list[range]:
+    """The rows of each stack of "tail_rows"; none without a tail."""
+    if not plan.tail:
+        return []
+    cuts = None if cuts is None else {*cuts, plan.split}
+    made = partition(plan.of_tail, kinds, cuts)[1]
+    return [held for held in made if plan.rows[held.start].shared_norm]
+
+
 def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
     """The tree of `Weight`s of one model; `cuts` as in `partition`. An encoder is cut at every layer."""
     check(config, plan)
     layers, made = partition(plan, config.kinds, cuts)
     vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
     norm = norm_weights(config)
+
+    def makers(held: range) -> PyTree:
+        row = plan.rows[held.start]
+        return _stack(FORMS[row.form].weights(config.at(row.maker)), len(held))
+
     tree = {
         "layers": [_stack(_layer(config.at(run.start), plan, run.start), len(run)) for run in layers],
-        "rows": [
-            _stack(FORMS[row.form].weights(config.at(row.maker)), len(r))
-            for r in made
-            for row in (plan.rows[r.start],)
-        ],
+        "rows": [makers(held) for held in made],
         **norm,
     }
+    if tail := tail_ranges(plan, config.kinds, cuts):
+        tree["tail_rows"] = [makers(held) for held in tail]
     if config.learned_positions:
         length = config.max_position_embeddings + config.unused_positions
         tree["positions"] = Weight((length, width[1]), ". D", 0.02)
@@ -203,9 +216,12 @@ def changes(plan: KVPlan, params: PyTree) -> set[int]:
 
     def starts(stacks: Sequence[PyTree]) -> list[int]:
         pairs = itertools.pairwise(map(dtypes, stacks))
-        return [held.start for held, (a, b) in zip(ranges(stacks)[1:], pairs, strict=True) if a != b]
+        return [held.start for held, (a, b) in zip(ranges(stacks)[1:], pairs, strict=False) if a != b]
 
-    return {*starts(params["layers"]), *(plan.rows[row].maker for row in starts(params["rows"]))}
+    tail = params.get("tail_rows", [])
+    first = len(plan.rows) - sum(map(length, tail))
+    rows = starts(params["rows"]) + [first + row for row in starts(tail)]
+    return {*starts(params["layers"]), *(plan.rows[row].maker for row in rows)}
 
 
 def described(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
@@ -314,7 +330,11 @@ def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
         {name: part for name, part in stack.items() if name not in FORMS[plan.rows[held.start].form].kept}
         for held, stack in zip(made, recut(params["rows"], made), strict=True)
     ]
-    return params | {"layers": recut(params["layers"], layers), "rows": rows}
+    out = params | {"layers": recut(params["layers"], layers), "rows": rows}
+    if tail := params.get("tail_rows"):
+        alone = [range(row, row + 1) for row in range(sum(map(length, tail)))]
+        out["tail_rows"] = recut(tail, alone)
+    return out
 
 
 def fill_makers(config: ModelConfig, params: PyTree, due: list[int]) -> Makers:

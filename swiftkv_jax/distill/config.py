@@ -43,6 +43,8 @@ class PlanConfig(Checked):
       split: number of layers that prompt tokens run; later layers' keys and values are made from the output
         of these. 0 is the plain transformer (for trainable="all").
       share: AcrossKV: number of later layers that share one row of the cache.
+      tail: tokens at a prompt's end that run all layers when the student is served. They and generated tokens
+        have keys and values of the later layers' own, by the model's own projections, which do not train.
       init: initialisation of the student: "fold" or "copy" (see `to_swiftkv`), or "least_squares": "fold",
         then fit the later layers' keys and values to the teacher's on training data
         (distill/least_squares.py).
@@ -52,11 +54,12 @@ class PlanConfig(Checked):
     section = "plan."
     split: Natural = 0
     share: Count = 1
+    tail: Natural = 0
     init: Annotated[str, one_of(*INITS, LEAST_SQUARES)] = LEAST_SQUARES
     init_tokens: Count = 65_536
 
     def build(self, config: ModelConfig) -> KVPlan:
-        return config.plan(self.split, self.share) if self.split else config.plan()
+        return config.plan(self.split, self.share, self.tail) if self.split else config.plan()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

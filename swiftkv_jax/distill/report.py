@@ -67,8 +67,9 @@ def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]
     flops = prompt_gflop(config, plan, context) / prompt_gflop(config, full, context)
     cache = cache_bytes_per_token(config, plan) / cache_bytes_per_token(config, full)
     shared = max(len(plan.readers(row)) for row in range(plan.num_rows))
+    last = f", the last {plan.tail} all" if plan.tail else ""
     rows = [
-        ("prompt tokens run", f"{plan.depth} of {config.num_layers} layers"),
+        ("prompt tokens run", f"{plan.depth} of {config.num_layers} layers" + last),
         ("prompt FLOPs in the layers", f"{flops:.0%} of the teacher's, at {context:,} tokens"),
         ("cache bytes per token", f"{cache:.0%} of the teacher's"),
     ]

@@ -57,7 +57,7 @@ class Arrays:
     def inputs(self, work: list[Work], size: int, count: int) -> tuple[Inputs, list[range]]:
         """(a step of `size` tokens, where the survivors of each piece of `work` are)."""
         parts = []
-        for item in work:  # what an auxiliary model reads is left out
+        for item in work:  # what is read ahead of the model is left out
             stop = item.sequence.cached + item.count
             first = stop - item.count + item.ahead
             parts.append((first, [*item.sequence.slice(first, stop), *item.draft]))

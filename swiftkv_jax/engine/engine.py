@@ -31,7 +31,7 @@ class Stats:
 
     Attributes:
       prompt_seconds: of steps that read prompts. decode_seconds: of all others.
-      prompt_survivors: prompt tokens that ran every layer, the last of each prompt.
+      prompt_survivors: prompt tokens that ran every layer: the last of each prompt, or its tail.
       auxiliary_tokens: prompt tokens that an auxiliary model read.
       source_tokens: positions of sources that an encoder computed. source_bytes_per_token: of one of them in
         their pool.
@@ -295,8 +295,9 @@ class Engine:
         for item in work:
             if item.sequence.pending > 1 or not item.sequence.output:
                 self.stats.prompt_tokens += item.count
-                self.stats.prompt_survivors += item.completes
-                self.stats.auxiliary_tokens += item.ahead
+                own = item.count - item.ahead if self.runner.tail else item.completes
+                self.stats.prompt_survivors += own
+                self.stats.auxiliary_tokens += item.ahead if self.runner.auxiliary is not None else 0
             self.scheduler.cached(item.sequence, item.count)
         if launch is not None and any(launch.places):
             self._read(launch)

@@ -19,7 +19,7 @@ from swiftkv_jax.common.checks import flag, integer
 from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.core.layers import by_token
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.core.predict import Predicted, for_mesh, for_serving, generator, transformers
+from swiftkv_jax.core.predict import Predicted, for_mesh, for_serving, tail_of, transformers
 from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.core.sharding import tensor_mesh
 from swiftkv_jax.core.surgery import fold_shared_norm
@@ -187,9 +187,11 @@ class LLM:
         self._num_pages = settings.num_pages  # as asked for; `resolve` computes what None stands for
         self.settings = resolve(settings, self.model, self.devices, self.mesh, working)
         if "fill" in self.settings.implementations:  # here, not in the engine: scoring uses these too
-            own, params = generator(self.model, self.params)
-            folded = fold_shared_norm(own, params)
-            self.params = self.params | {"base": folded} if isinstance(self.model, Predicted) else folded
+            if isinstance(self.model, Predicted):
+                base = fold_shared_norm(self.model.base, self.params["base"])
+                self.params = self.params | {"base": base}
+            else:
+                self.params = fold_shared_norm(self.model, self.params)
 
     def replace(self, defaults: SamplingParams | None = None, **settings) -> "LLM":
         """Return another LLM on the same weights, with its own engine and some settings changed.
@@ -385,7 +387,8 @@ class LLM:
         if params.prompt_logprobs is not None and not self.scorable:
             why = "not with an encoder, and with an auxiliary only for a tail of 1 token"
             raise UsageError(f"{where}: prompt_logprobs are not offered here: {why}")
-        ahead = max(0, len(ids) - self.model.prediction.tail) if isinstance(self.model, Predicted) else None
+        tail = tail_of(self.model)
+        ahead = max(0, len(ids) - tail) if tail else None
         resolved = {"max_tokens": params.max_tokens or room}
         with self._numbering:
             if params.seed is None:

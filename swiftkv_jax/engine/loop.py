@@ -377,7 +377,7 @@ def draw(
 
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("caches",))
 def read_ahead(
-    model: predict.Predicted,
+    model: Transformer | predict.Predicted,
     params: PyTree,
     caches: predict.Caches,
     tokens: Int[jax.Array, " T"],
@@ -385,10 +385,12 @@ def read_ahead(
     query_starts: Int[jax.Array, " Q1"],
     table: Int[jax.Array, "Q slots"],
 ) -> predict.Caches:
-    """Cache a flat ragged batch of prompt tokens in both pools, as `predict.fill`: no logits, no sampling."""
+    """Cache a flat ragged batch of prompt tokens in all pools, as `predict.fill`: no logits, no sampling."""
     filled = predict.fill(model, params, tokens, positions, query_starts, caches.seen_by(table))
-    own, base = filled.auxiliary.seen_by(caches.auxiliary.table), filled.base.seen_by(caches.base.table)
-    return predict.Caches(base.pinned(), own.pinned())
+    base, own = filled.base.seen_by(caches.base.table).pinned(), filled.auxiliary
+    if own is not None and caches.auxiliary is not None:
+        own = own.seen_by(caches.auxiliary.table).pinned()
+    return predict.Caches(base, own)
 
 
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("cache",))

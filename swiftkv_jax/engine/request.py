@@ -162,7 +162,7 @@ class Request:
       mixed_stops: whether a stop string holds special tokens and other text.
       bad_ids: the tokens of each bad word. priority: lower goes first. key: the tenant; keys take turns.
       root: the start of its chain of page names (pages.py).
-      ahead: number of leading prompt tokens that an auxiliary model reads; None without one.
+      ahead: number of leading prompt tokens that are read ahead of the model (`predict.fill`); None: none.
       source: the encoder's input, which is read before the prompt: token ids, or audio frames. source_length:
         the encoder's positions for it; 0 without an encoder.
       first_bad_ids: tokens that the completion may not begin with.

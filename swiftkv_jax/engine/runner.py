@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from swiftkv_jax.core import sharding
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.core.predict import Caches, Predicted, cached, generator, transformers
+from swiftkv_jax.core.predict import Caches, Predicted, cached, generator, tail_of, transformers
 from swiftkv_jax.core.shapes import Array, Int, PyTree
 from swiftkv_jax.engine.arrays import Arrays
 from swiftkv_jax.engine.followers import Single, repeated
@@ -115,7 +115,7 @@ class Runner:
 
     Attributes:
       cache: the only state, donated to every launch and replaced by its result. auxiliary: the same, of the
-        auxiliary model that reads prompts ahead of the model; None without one.
+        auxiliary model that reads prompts ahead of the model; None without one. tail: as `predict.tail_of`.
       fewest_rows: the minimum number of rows of an array. An engine without precompiled programs raises it as
         it goes, so that a shrinking batch is not compiled again and again.
     """
@@ -135,7 +135,7 @@ class Runner:
         A launch runs in the first of `modes` that covers what its rows need; the last must cover everything.
         With batch invariance, every launch runs in the last, with all lanes and, in a step, the whole budget.
         """
-        self._whole = model, params
+        self._whole, self.tail = (model, params), tail_of(model)
         self.model, self.params = generator(model, params)
         self._new_cache = partial(new, self.params, partial(empty_pool, self.model, settings, mesh))
         self._new_auxiliary: Callable[[], Cache | None] = lambda: None
@@ -209,14 +209,13 @@ class Runner:
                 state = params, cache, table, lanes, policy
                 return partial(decode, model, mode, self.steps, *state, self.exits, sources)
             case "ahead":
-                assert self.auxiliary is not None
                 return partial(read_ahead, *self._whole, Caches(cache, self.auxiliary), *arrays)
         return partial(read_source, model, params, cache, *arrays)
 
     def run(self, work: list[Work], size: int) -> StepLaunch | None:
-        """Send one step of `work` in arrays of `size` tokens: what an auxiliary model reads, then the model's
-        own. The launch is of the latter, None without any; the former has nothing to read back."""
-        if self.auxiliary is not None:
+        """Send one step of `work` in arrays of `size` tokens: what is read ahead of the model, then what it
+        reads itself. The launch is of the latter, None without any; the former has nothing to read back."""
+        if self.tail:
             work, size = self._read_ahead(work, size)
         if not work:
             return None
@@ -241,7 +240,7 @@ class Runner:
         return next(s for s in steps if self._is_ready("step", *s[:2]) and self._is_ready("draw", s[0], s[2]))
 
     def _read_ahead(self, work: list[Work], size: int) -> tuple[list[Work], int]:
-        """Send the tokens that an auxiliary model reads; return the model's own work and its size."""
+        """Send the tokens that are read ahead of the model; return the model's own work and its size."""
         ahead = [item for item in work if item.ahead]
         if ahead:
             rows = [item.sequence for item in ahead]
@@ -339,27 +338,28 @@ class Runner:
 
     def largest(self, count: int | None = None, mode: Mode | None = None) -> list[partial]:
         """The programs of the largest arrays, with arguments: a full step, a draw (of scores as shapes), a
-        loop, and those of an auxiliary and an encoder. By default they are of all lanes and the last mode."""
+        loop, and those of what is read ahead and of an encoder. By default they are of all lanes and the last
+        mode."""
         keys = self._any_launch(count or self.lanes, mode or self.modes[-1])
         return [self._program(*key).call for key in keys]
 
     def _any_launch(self, count: int, mode: Mode) -> list[tuple]:
         """Keys of the programs that suffice for any launch of `count` sequences in this mode."""
         keys = [("step", count, self.budget), ("draw", count, mode), ("loop", count, mode)]
-        keys += [("ahead", count, self.budget)] * (self.auxiliary is not None)
+        keys += [("ahead", count, self.budget)] * (self.tail > 0)
         return keys + [("encode", size) for size in self.arrays.source_sizes[-1:]]
 
     def programs(self) -> list[Program]:
         """All programs that launches may need. Those of all lanes, a full step and the last mode come first,
         as they suffice for any launch; then the loops of greedy decoding, and a full step of one sequence.
 
-        Keys are ("step", rows, tokens), ("draw", rows, mode), ("loop", rows, mode) and, with an auxiliary,
+        Keys are ("step", rows, tokens), ("draw", rows, mode), ("loop", rows, mode) and, with a tail,
         ("ahead", rows, tokens), with an encoder ("encode", positions).
         """
         counts, plain = sorted({self.rows(n) for n in range(1, self.lanes + 1)}), self.modes[0]
         first = self._any_launch(self.lanes, self.modes[-1]) + [("loop", count, plain) for count in counts]
         first += [("step", 1, self.budget), ("draw", 1, plain)] if self._accelerated else []
-        reading = ("step",) if self.auxiliary is None else ("step", "ahead")
+        reading = ("step", "ahead") if self.tail else ("step",)
         shapes = filter(self._is_kept, itertools.product(counts, self._sizes))
         keys: list[tuple] = [(kind, *shape) for shape in shapes for kind in reading]
         shapes = filter(self._is_kept, itertools.product(counts, self.modes))

@@ -59,7 +59,7 @@ class Work:
 
     @property
     def ahead(self) -> int:
-        """The number of leading tokens that an auxiliary model reads; the model itself reads the others."""
+        """The number of leading tokens that are read ahead of the model, which reads the others."""
         return min(self.count, max(0, (self.sequence.request.ahead or 0) - self.sequence.cached))
 
 

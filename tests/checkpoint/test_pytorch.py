@@ -77,10 +77,10 @@ def modules(tmp_path_factory):
             del sys.modules[name]
 
 
-def student(name: str, share: int):
+def student(name: str, share: int, tail: int = 0):
     """(model, params); each case has weights of its own."""
     config = CONFIGS[name] if name in CONFIGS else other(name)
-    plan = KVPlan.swiftkv(config.num_layers, config.num_layers - 3, share)
+    plan = KVPlan.swiftkv(config.num_layers, config.num_layers - 3, share, tail=tail)
     return tiny(config, plan.stored_as(config.form), seed=len(name) + share)
 
 
@@ -96,14 +96,14 @@ def exported(tmp_path_factory):
     """The folder of a case, written once."""
     home, done = tmp_path_factory.mktemp("exports"), {}
 
-    def folder(name: str, share: int) -> Path:
-        if (name, share) not in done:
-            done[name, share] = home / f"{name}-{share}".replace(" ", "-")
-            skv.save_pretrained(done[name, share], *student(name, share))
-            if name in OTHERS:  # the default of some families is no token of so small a vocabulary
-                raw = json.loads((done[name, share] / "config.json").read_text())
-                (done[name, share] / "config.json").write_text(json.dumps(raw | {"pad_token_id": None}))
-        return done[name, share]
+    def folder(*case) -> Path:
+        if case not in done:
+            done[case] = home / "-".join(map(str, case)).replace(" ", "-")
+            skv.save_pretrained(done[case], *student(*case))
+            if case[0] in OTHERS:  # the default of some families is no token of so small a vocabulary
+                raw = json.loads((done[case] / "config.json").read_text())
+                (done[case] / "config.json").write_text(json.dumps(raw | {"pad_token_id": None}))
+        return done[case]
 
     return folder
 
@@ -182,6 +182,29 @@ def test_generated_tokens_are_those_of_our_engine(name, share, exported):
         llm = skv.LLM(folder, num_pages=24, max_num_seqs=4, max_num_batched_tokens=64)
     outputs = llm.generate(prompts(), skv.SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True))
     assert generated(load(folder), prompts()) == [list(output.outputs[0].token_ids) for output in outputs]
+
+
+TAILED = [("llama", 1), ("qwen3", 2), *((n, 3) for n in ("gemma3", "olmo2", "phi3", "qwen3_moe"))]
+
+
+@pytest.mark.slow(*(f"{name}-{share}" for name, share in TAILED[2:]))
+@pytest.mark.parametrize("name, share", TAILED)
+def test_with_a_tail_pytorch_generates_the_tokens_of_our_engine(name, share, exported):
+    """The tail is longer than a prompt, as long as one, and shorter."""
+    model, params = student(name, share, 5)
+    read, same = skv.from_pretrained(exported(name, share, 5))
+    assert read.plan == model.plan
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    theirs, info = load(exported(name, share, 5), output_loading_info=True)
+    assert not any(info.values()), info
+    llm = skv.LLM.from_model(model, params, num_pages=24, max_num_seqs=4, max_num_batched_tokens=64)
+    rows = [*prompts(), prompts()[0][:2]]
+    outputs = llm.generate(rows, skv.SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True))
+    ours = [list(output.outputs[0].token_ids) for output in outputs]
+    for attention in ("eager", "sdpa")[: 1 + theirs._supports_sdpa]:
+        theirs.set_attn_implementation(attention)
+        assert generated(theirs, rows) == ours
+        assert [generated(theirs, [row])[0] for row in rows] == ours
 
 
 def test_a_static_cache_generates_the_same(exported):

@@ -45,23 +45,11 @@ def definition(plan: str, prompt: list[int], tail: int = 1, count: int = COUNT) 
         Cache.dense(part.config, part.plan, 1, tiny.CONTEXT, jnp.float32)
         for part in (model.base, model.auxiliary)
     )
-    ahead, size = max(0, len(prompt) - tail), 64
-
-    def flat(ids, first: int):
-        tokens, at = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        tokens[: len(ids)], at[: len(ids)] = ids, range(first, first + len(ids))
-        return tokens, at, np.array([0, len(ids)], np.int32)
-
-    if ahead:
-        base = fill(model, params, *flat(prompt[:ahead], 0), Caches(base, aux)).base
-    given, read, out = prompt[ahead:], ahead, []
-    while len(out) < count:
-        last = np.array([len(given) - 1])
-        logits, base = run(model.base, params["base"], *flat(given, read), last, base)
-        read += len(given)
-        out.append(int(np.argmax(logits[0])))
-        given = out[-1:]
-    return out
+    return tiny.alone(
+        lambda *batch: fill(model, params, *batch[:-1], Caches(batch[-1], aux)).base,
+        functools.partial(run, model.base, params["base"]),
+        *(base, prompt, tail, count),
+    )
 
 
 @functools.cache
@@ -79,20 +67,12 @@ def of_two(base, params, auxiliary=None, own=None) -> tuple[Predicted, dict]:
     return model, {"base": params, "auxiliary": own or params, "predictor": predict.identity(model)}
 
 
-def poison(llm: LLM) -> None:
-    """NaN in every page of both pools."""
-    tiny.poison(llm)
-    runner = llm.engine.runner
-    stores = jax.tree.map(lambda x: x * jnp.nan, runner.auxiliary.stores)
-    runner.auxiliary = dataclasses.replace(runner.auxiliary, stores=stores)
-
-
 @pytest.mark.slow("standard", "swiftkv")
 @pytest.mark.parametrize("plan", tiny.PLANS)
 def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
     """Prompts of 1 to 45 tokens together, chunked, in both pools; a base of every plan."""
     llm = make(plan)
-    poison(llm)
+    tiny.poison(llm)
     assert tiny.tokens(tiny.run(llm)) == wanted(plan)
     differ = sum(a != b for a, b in zip(wanted(plan), tiny.definition(plan), strict=True))
     assert differ >= 4, "else this would hold of any engine"
@@ -172,33 +152,9 @@ def test_eight_bit_pools_do_not_depend_on_chunks():
 @pytest.mark.slow
 @pytest.mark.parametrize("plan, tail", [("swiftkv", 1), ("standard", 3)])
 def test_prompts_in_any_company_are_answered_as_alone(plan, tail):
-    """Ragged ones that often begin alike, of 1 and of `tail` tokens too, under chunks, lanes, pages and pools
-    of several sizes over NaN: prefix hits, preemptions, and second turns among them."""
-    random, found, counts = np.random.default_rng(5), [], {"prefix_hits": 0, "preemptions": 0}
-    shared = tiny.prompts((40,), seed=12)[0]
-    prompts = [[1], [2] * tail]
-    for number in range(98):
-        begun = shared[: random.integers(0, 32)] if number % 2 else []
-        prompts.append([*begun, *random.integers(0, 256, random.integers(1, 18)).tolist()])
-    setups = (
-        {"max_num_batched_tokens": 7, "num_pages": 22},
-        {"page_size": 3, "max_num_seqs": 3, "max_num_batched_tokens": 32, "num_pages": 30},
-        {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 20, "steps_per_launch": 8},
-        {"prefix_caching": False, "steps_per_launch": 1, "drafts": 3},
+    tiny.in_any_company(
+        functools.partial(make, plan, tail), lambda prompt: definition(plan, prompt, tail), tail
     )
-    for number, setup in enumerate(setups):
-        llm, mine = make(plan, tail, **setup), prompts[number::4]
-        poison(llm)
-        answers = tiny.tokens(tiny.run(llm, mine))
-        turns = [[*prompt, *answer, 3] for prompt, answer in zip(mine[:11], answers, strict=False)]
-        found += list(zip(mine, answers, strict=True))
-        found += list(zip(turns, tiny.tokens(tiny.run(llm, turns)), strict=True))
-        for name in counts:
-            counts[name] += llm.stats[name]
-        assert tiny.all_free(llm.engine)
-    assert len(found) == 144 and all(counts.values()), counts
-    wrong = [prompt for prompt, answer in found if answer != definition(plan, prompt, tail)]
-    assert not wrong
 
 
 def test_pages_of_a_failed_request_are_wiped_in_both_pools():

@@ -8,6 +8,7 @@ CASES = {
     "acrosskv by XLA on 2": 1 / 2,
     "int8 rows on 4": 1 / 4,
     "a norm over all heads on 4": 1 / 4,
+    "a tail on 4": 1 / 4,
     "keys alone on 4": 1.0,  # a value is made of all of a key
     "prediction on 4": 1 / 4,  # of the base's pool
     "latents and experts on 4": 1.0,  # all heads read one latent

@@ -23,8 +23,9 @@ CONFIG = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads dtype "
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta "
     "rope_scaling rope_parameters torch_dtype attention_bias mlp_bias sliding_window use_sliding_window "
-    "layer_types num_key_value_layers key_value_group_size hidden_act auto_map architectures eos_token_id "
-    "quantization_config partial_rotary_factor trust_remote_code tokenizer_class _name_or_path unheard_of"
+    "layer_types num_key_value_layers key_value_group_size swiftkv_tail hidden_act auto_map architectures "
+    "eos_token_id quantization_config partial_rotary_factor trust_remote_code tokenizer_class _name_or_path "
+    "unheard_of"
 ).split()
 GENERATION = (
     "eos_token_id bos_token_id pad_token_id do_sample temperature top_k top_p min_p repetition_penalty "

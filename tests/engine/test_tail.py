@@ -1,0 +1,125 @@
+"""A plan with a tail served: the end of a prompt, and generated tokens, have rows of every layer's own."""
+
+import dataclasses
+import functools
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+
+import swiftkv_jax as skv
+from swiftkv_jax.core import loop, surgery
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.model import Transformer
+
+
+@functools.cache
+def tailed(plan: str, tail: int):
+    return tiny.make_model(dataclasses.replace(tiny.PLANS[plan], tail=tail), seed=5)
+
+
+@functools.cache
+def programs():
+    return jax.jit(loop.fill, static_argnums=0), jax.jit(loop.step, static_argnums=0)
+
+
+def definition(plan: str, tail: int, prompt: list[int]) -> list[int]:
+    """No engine in it."""
+    model, params = tailed(plan, tail)
+    own, own_params = surgery.of_tail(model, params)
+    fill, run = programs()
+    cache = Cache.dense(own.config, own.plan, 1, tiny.CONTEXT, jnp.float32)
+    return tiny.alone(
+        lambda *batch: fill(model, params, *batch)[-1],
+        functools.partial(run, own, own_params),
+        *(cache, prompt, tail),
+    )
+
+
+@functools.cache
+def wanted(plan: str = "swiftkv", tail: int = 3) -> list[list[int]]:
+    return [definition(plan, tail, prompt) for prompt in tiny.prompts(tiny.LENGTHS)]
+
+
+def make(plan: str = "swiftkv", tail: int = 3, **changes) -> skv.LLM:
+    return skv.LLM.from_model(*tailed(plan, tail), tiny.Bytes(), **(tiny.SIZES | changes))
+
+
+@pytest.mark.parametrize("plan, tail", [("swiftkv", 1), ("swiftkv", 3), ("acrosskv", 5)])
+def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan, tail):
+    """Prompts of 1 to 45 tokens together, chunked, shorter and longer than the tail."""
+    llm = make(plan, tail)
+    tiny.poison(llm)
+    assert tiny.tokens(tiny.run(llm)) == wanted(plan, tail)
+    assert tiny.all_free(llm.engine)
+    model, params = tailed(plan, tail)
+    paper = Transformer(model.config, tiny.PLANS[plan]), params
+    without = tiny.tokens(tiny.run(skv.LLM.from_model(*paper, **tiny.SIZES)))
+    differ = sum(a != b for a, b in zip(wanted(plan, tail), without, strict=True))
+    assert differ >= 4, "else this would hold of any engine"
+
+
+@pytest.mark.parametrize("name", ["llama31_rope", "gemma3", "qwen2_moe"])
+def test_a_prompt_within_the_tail_is_answered_as_by_the_teacher_in_transformers(name, tmp_path):
+    """Before training, by a student from its file; a longer prompt is answered otherwise."""
+    theirs = hf_models.make(name)
+    teacher, params = skv.from_pretrained(hf_models.save(theirs, tmp_path / "teacher"))
+    plan = teacher.config.plan(split=1, tail=24)
+    skv.save_pretrained(tmp_path / "student", *skv.to_swiftkv(teacher, params, plan))
+    llm = skv.LLM.from_model(*skv.from_pretrained(tmp_path / "student"), max_num_seqs=3)
+    prompts = [hf_models.tokens(length, 1, length)[0].tolist() for length in (5, 24, 90)]
+    params = skv.SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
+    apart = []
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        answer = output.outputs[0]
+        logits = hf_models.torch_logits(theirs, np.array([[*prompt, *answer.token_ids]]))[
+            0, len(prompt) - 1 :
+        ]
+        want = jax.nn.log_softmax(logits)[np.arange(12), answer.token_ids]
+        got = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        apart.append(np.abs(want - np.array(got)).max())
+    assert max(apart[:2]) < 1e-4 < 1e-2 < apart[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan, tail", [("swiftkv", 3), ("acrosskv", 1)])
+def test_prompts_in_any_company_are_answered_as_alone(plan, tail):
+    tiny.in_any_company(
+        functools.partial(make, plan, tail), lambda prompt: definition(plan, tail, prompt), tail
+    )
+
+
+def test_a_second_turn_finds_what_was_read_at_the_split_and_no_more():
+    """The first answer has rows of the layers' own: it is read again, as a part of the second prompt."""
+    llm, first = make(num_pages=32), tiny.prompts((27,), seed=8)[0]
+    answer = tiny.tokens(tiny.run(llm, [first]))[0]
+    second = [*first, *answer, *tiny.prompts((3,), seed=9)[0]]
+    for hits in (24, 32):
+        assert tiny.tokens(tiny.run(llm, [second])) == [definition("swiftkv", 3, second)]
+        assert llm.stats["prefix_hits"] == hits
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_engine_says_it_is_ready():
+    llm = make(max_num_seqs=3, max_num_batched_tokens=64)
+    llm.engine.warm_up()
+    assert llm.fingerprint
+    with tiny.compilations() as found:
+        assert tiny.tokens(tiny.run(llm)) == wanted()
+    assert not found
+
+
+@pytest.mark.parametrize("changes", [{"kernels": "fill=xla"}, {"batch_invariant": True}])
+def test_the_fused_fill_and_batch_invariance_give_the_same_tokens(changes):
+    assert tiny.tokens(tiny.run(make(**changes))) == wanted()
+
+
+def test_students_with_other_tails_or_tail_rows_share_no_pages():
+    model, params = tailed("swiftkv", 3)
+    moved = params | {"tail_rows": jax.tree.map(lambda x: x + 0.1, params["tail_rows"])}
+    other = tailed("swiftkv", 1)[0], params
+    names = {skv.LLM.from_model(*each).fingerprint for each in ((model, params), (model, moved), other)}
+    assert len(names) == 3
