@@ -35,8 +35,8 @@ def fewer_tokens(monkeypatch):
     monkeypatch.setattr(command, "HELD_OUT_TOKENS", 4096)
 
 
-def made(out: Path, split: int, init: str = "least_squares", share=1, tail=0, **options) -> dict[str, float]:
-    plan = PlanConfig(split=split, share=share, tail=tail, init=init, init_tokens=8192)
+def made(out: Path, split: int, init: str = "least_squares", share: int = 1, **options) -> dict[str, float]:
+    plan = PlanConfig(split=split, share=share, init=init, init_tokens=8192)
     return convert(str(TEACHER), plan, out, length=LENGTH, **options)
 
 
@@ -95,13 +95,23 @@ def test_a_conversion_with_shared_rows_is_measured_on_a_given_text(tmp_path, cap
     text.write_text(
         "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("results", "architecture"))
     )
-    found = made(tmp_path / "out", 4, "fold", share=2, text=str(text), tail=5)
+    found = made(tmp_path / "out", 4, "fold", share=2, text=str(text))
     assert found["cache_bytes"] == 6 / 8 and 1000 < found["tokens"] < 4096
     said = capsys.readouterr().out
-    assert "split 4 of 8 layers, share 2, tail 5, fold, on" in said and "cache          25% saved" in said
+    assert "split 4 of 8 layers, share 2, fold, on" in said and "cache          25% saved" in said
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (raw["num_key_value_layers"], raw["key_value_group_size"], raw["swiftkv_tail"]) == (4, 2, 5)
+    assert (raw["num_key_value_layers"], raw["key_value_group_size"]) == (4, 2)
     assert raw["torch_dtype"] == "bfloat16", "as the teacher's"
+
+
+def test_a_conversion_with_a_tail_generates_as_its_model_does(tmp_path, capsys):
+    words = ["--split", "3", "--init", "fold", "--length", "64", "--tail", "40", "--out"]
+    assert main([str(TEACHER), *words, str(tmp_path / "out")]) == 0
+    assert "split 3 of 8 layers, tail 40, fold, on" in capsys.readouterr().out
+    params = skv.SamplingParams(temperature=0.0, max_tokens=20)
+    texts = ["The cache", "def read(self, n):"]
+    ours, theirs = (skv.LLM(path).generate(texts, params, False) for path in (tmp_path / "out", TEACHER))
+    assert [x.outputs[0].text for x in ours] == [x.outputs[0].text for x in theirs]
 
 
 def test_a_model_is_not_written_over(tmp_path, capsys):

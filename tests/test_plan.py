@@ -145,6 +145,7 @@ BAD = [
     lambda: KVPlan.merge_all(3).split_and_share,
     lambda: KVPlan.swiftkv(4, 2, tail=-1),
     lambda: KVPlan.swiftkv(4, 4, tail=1),
+    lambda: KVPlan.swiftkv(4, 1, 2, tail=1),
     lambda: KVPlan.swiftkv(4, 2, tail=1).stored_as("k"),
     lambda: Prediction(()),
     lambda: Prediction((0, True)),

@@ -50,7 +50,7 @@ class KVPlan:
       cross: the same for cross-attention, whose rows are made from another stream; empty without it.
       merged: all rows share one place in the cache, each overwriting the one before; for measurements only.
       tail: tokens at a prompt's end that run every layer. Their rows, and those of generated tokens, are made
-        by another plan, `of_tail`, with weights of its own. 0, as in the paper: this plan makes all rows.
+        by the standard plan, with weights of its own. 0, as in the paper: this plan makes all rows.
     """
 
     rows: tuple[Row, ...]
@@ -79,9 +79,9 @@ class KVPlan:
             raise UsageError("rows of the tokens themselves come first, then those of other streams")
         if len({row.source for row in self.rows if row.shared_norm}) > 1:
             raise UsageError("rows with a shared norm must all be made from the same layer's input")
-        if integer("tail", self.tail, 0) and not self.has_fill:
-            stored = f"{self.kind} with rows of form {', '.join(self.forms)}"
-            raise UsageError(f"a tail needs a SwiftKV plan with rows of form kv; this is {stored}")
+        if integer("tail", self.tail, 0) and not (self.has_fill and len(self.rows) == len(self.full.rows)):
+            stored = f"{dataclasses.replace(self, tail=0).description}, rows of form {', '.join(self.forms)}"
+            raise UsageError(f"a tail needs SwiftKV with share 1 and rows of form kv; this is {stored}")
 
     def _check_row(self, number: int, row: Row) -> None:
         layers, named = len(self.reads), isinstance(row.source, str)
@@ -216,12 +216,8 @@ class KVPlan:
 
     @property
     def of_tail(self) -> "KVPlan":
-        """The plan of the tokens that run every layer, if there is a `tail`, else this one: each row is made
-        from the input of the layer that makes it."""
-        if not self.tail:
-            return self
-        rows = tuple(dataclasses.replace(row, source=row.maker, shared_norm=False) for row in self.rows)
-        return dataclasses.replace(self, rows=rows, tail=0)
+        """The plan of the tokens that run every layer: the standard one, if there is a `tail`."""
+        return self.full if self.tail else self
 
     @property
     def is_plain(self) -> bool:

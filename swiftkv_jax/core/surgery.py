@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan, ascending
@@ -70,38 +71,35 @@ def to_swiftkv(
             gain = attention[name.removeprefix("shared_")]
             out[name] = jnp.full_like(gain, weight.fill) if init == "fold" else gain
     if plan.tail:
-        out["tail_rows"] = _tail_rows(model, params, plan, weights.cuts_of(out))
+        ranges = weights.tail_ranges(plan, model.config.kinds, weights.cuts_of(out))
+        out["tail_rows"] = weights.recut(params["rows"], ranges)
     if exit_head:
         kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
         out["exit"] = {"lm_head": kernel} | {name: params[name] for name in norm_weights(model.config)}
     return student, out
 
 
-def _tail_rows(teacher: Transformer, params: PyTree, plan: KVPlan, cuts: weights.Cuts) -> list[PyTree]:
-    """A student's "tail_rows": the teacher's makers of the same layers."""
-    of = [teacher.plan.read_by(row.maker)[0] for row in plan.rows]
-    ranges = weights.tail_ranges(plan, teacher.config.kinds, cuts)
-    return [_rows(params["rows"], [of[row] for row in held]) for held in ranges]
-
-
 def with_tail(
     model: Transformer, params: PyTree, teacher: Transformer, teacher_params: PyTree, tail: int
 ) -> tuple[Transformer, PyTree]:
-    """A SwiftKV student whose last `tail` tokens of a prompt, and generated tokens, run every layer and have
-    rows as its teacher's: made from each layer's own input by the teacher's k and v. It needs no training
+    """A SwiftKV student of which the teacher itself reads the last `tail` tokens of a prompt, and generates:
+    of what was trained, only the makers of rows at the split are kept. It needs no training of its own
     (docs/decisions.md).
 
     Raises:
-      UsageError: `model` is no SwiftKV student of such a teacher, its rows are converted, or it has an exit
-        head.
+      UsageError: `model` is no SwiftKV student of such a teacher, its rows are shared or converted, or it has
+        an exit head.
     """
     check_teacher(teacher)
-    tailed = Transformer(model.config, dataclasses.replace(model.plan, tail=tail), model.dtype)
+    plan = dataclasses.replace(model.plan, tail=integer("tail", tail, 1))
     if weights.weights(model.config, teacher.plan) != weights.weights(teacher.config, teacher.plan):
         raise UsageError("the student and its teacher have layers of different shapes")
-    kept = {name: part for name, part in params.items() if name != "tail_rows"}
-    made = _tail_rows(teacher, teacher_params, tailed.plan, weights.cuts_of(params))
-    return tailed, kept | ({"tail_rows": made} if tail else {})
+    ranges = weights.tail_ranges(plan, model.config.kinds, weights.cuts_of(params))
+    own = {
+        "layers": weights.recut(teacher_params["layers"], weights.ranges(params["layers"])),
+        "tail_rows": weights.recut(teacher_params["rows"], ranges),
+    }
+    return Transformer(model.config, plan, model.dtype), params | own
 
 
 def of_tail(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:

@@ -184,18 +184,18 @@ def test_generated_tokens_are_those_of_our_engine(name, share, exported):
     assert generated(load(folder), prompts()) == [list(output.outputs[0].token_ids) for output in outputs]
 
 
-TAILED = [("llama", 1), ("qwen3", 2), *((n, 3) for n in ("gemma3", "olmo2", "phi3", "qwen3_moe"))]
+TAILED = ("llama", "qwen3", "gemma3", "olmo2", "phi3", "qwen3_moe")
 
 
-@pytest.mark.slow(*(f"{name}-{share}" for name, share in TAILED[2:]))
-@pytest.mark.parametrize("name, share", TAILED)
-def test_with_a_tail_pytorch_generates_the_tokens_of_our_engine(name, share, exported):
+@pytest.mark.slow(*TAILED[2:])
+@pytest.mark.parametrize("name", TAILED)
+def test_with_a_tail_pytorch_generates_the_tokens_of_our_engine(name, exported):
     """The tail is longer than a prompt, as long as one, and shorter."""
-    model, params = student(name, share, 5)
-    read, same = skv.from_pretrained(exported(name, share, 5))
+    model, params = student(name, 1, 5)
+    read, same = skv.from_pretrained(exported(name, 1, 5))
     assert read.plan == model.plan
     jax.tree.map(np.testing.assert_array_equal, same, params)
-    theirs, info = load(exported(name, share, 5), output_loading_info=True)
+    theirs, info = load(exported(name, 1, 5), output_loading_info=True)
     assert not any(info.values()), info
     llm = skv.LLM.from_model(model, params, num_pages=24, max_num_seqs=4, max_num_batched_tokens=64)
     rows = [*prompts(), prompts()[0][:2]]

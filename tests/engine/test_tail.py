@@ -17,8 +17,8 @@ from swiftkv_jax.core.model import Transformer
 
 
 @functools.cache
-def tailed(plan: str, tail: int):
-    return tiny.make_model(dataclasses.replace(tiny.PLANS[plan], tail=tail), seed=5)
+def tailed(tail: int):
+    return tiny.make_model(dataclasses.replace(tiny.PLANS["swiftkv"], tail=tail), seed=5)
 
 
 @functools.cache
@@ -26,9 +26,9 @@ def programs():
     return jax.jit(loop.fill, static_argnums=0), jax.jit(loop.step, static_argnums=0)
 
 
-def definition(plan: str, tail: int, prompt: list[int]) -> list[int]:
+def definition(tail: int, prompt: list[int]) -> list[int]:
     """No engine in it."""
-    model, params = tailed(plan, tail)
+    model, params = tailed(tail)
     own, own_params = surgery.of_tail(model, params)
     fill, run = programs()
     cache = Cache.dense(own.config, own.plan, 1, tiny.CONTEXT, jnp.float32)
@@ -40,25 +40,25 @@ def definition(plan: str, tail: int, prompt: list[int]) -> list[int]:
 
 
 @functools.cache
-def wanted(plan: str = "swiftkv", tail: int = 3) -> list[list[int]]:
-    return [definition(plan, tail, prompt) for prompt in tiny.prompts(tiny.LENGTHS)]
+def wanted(tail: int = 3) -> list[list[int]]:
+    return [definition(tail, prompt) for prompt in tiny.prompts(tiny.LENGTHS)]
 
 
-def make(plan: str = "swiftkv", tail: int = 3, **changes) -> skv.LLM:
-    return skv.LLM.from_model(*tailed(plan, tail), tiny.Bytes(), **(tiny.SIZES | changes))
+def make(tail: int = 3, **changes) -> skv.LLM:
+    return skv.LLM.from_model(*tailed(tail), tiny.Bytes(), **(tiny.SIZES | changes))
 
 
-@pytest.mark.parametrize("plan, tail", [("swiftkv", 1), ("swiftkv", 3), ("acrosskv", 5)])
-def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan, tail):
+@pytest.mark.parametrize("tail", [1, 3])
+def test_tokens_are_those_of_the_definition_over_pages_of_nan(tail):
     """Prompts of 1 to 45 tokens together, chunked, shorter and longer than the tail."""
-    llm = make(plan, tail)
+    llm = make(tail)
     tiny.poison(llm)
-    assert tiny.tokens(tiny.run(llm)) == wanted(plan, tail)
+    assert tiny.tokens(tiny.run(llm)) == wanted(tail)
     assert tiny.all_free(llm.engine)
-    model, params = tailed(plan, tail)
-    paper = Transformer(model.config, tiny.PLANS[plan]), params
+    model, params = tailed(tail)
+    paper = Transformer(model.config, tiny.PLANS["swiftkv"]), params
     without = tiny.tokens(tiny.run(skv.LLM.from_model(*paper, **tiny.SIZES)))
-    differ = sum(a != b for a, b in zip(wanted(plan, tail), without, strict=True))
+    differ = sum(a != b for a, b in zip(wanted(tail), without, strict=True))
     assert differ >= 4, "else this would hold of any engine"
 
 
@@ -85,11 +85,8 @@ def test_a_prompt_within_the_tail_is_answered_as_by_the_teacher_in_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan, tail", [("swiftkv", 3), ("acrosskv", 1)])
-def test_prompts_in_any_company_are_answered_as_alone(plan, tail):
-    tiny.in_any_company(
-        functools.partial(make, plan, tail), lambda prompt: definition(plan, tail, prompt), tail
-    )
+def test_prompts_in_any_company_are_answered_as_alone():
+    tiny.in_any_company(make, functools.partial(definition, 3), 3)
 
 
 def test_a_second_turn_finds_what_was_read_at_the_split_and_no_more():
@@ -98,7 +95,7 @@ def test_a_second_turn_finds_what_was_read_at_the_split_and_no_more():
     answer = tiny.tokens(tiny.run(llm, [first]))[0]
     second = [*first, *answer, *tiny.prompts((3,), seed=9)[0]]
     for hits in (24, 32):
-        assert tiny.tokens(tiny.run(llm, [second])) == [definition("swiftkv", 3, second)]
+        assert tiny.tokens(tiny.run(llm, [second])) == [definition(3, second)]
         assert llm.stats["prefix_hits"] == hits
 
 
@@ -118,8 +115,8 @@ def test_the_fused_fill_and_batch_invariance_give_the_same_tokens(changes):
 
 
 def test_students_with_other_tails_or_tail_rows_share_no_pages():
-    model, params = tailed("swiftkv", 3)
+    model, params = tailed(3)
     moved = params | {"tail_rows": jax.tree.map(lambda x: x + 0.1, params["tail_rows"])}
-    other = tailed("swiftkv", 1)[0], params
+    other = tailed(1)[0], params
     names = {skv.LLM.from_model(*each).fingerprint for each in ((model, params), (model, moved), other)}
     assert len(names) == 3
