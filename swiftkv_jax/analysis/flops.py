@@ -115,9 +115,10 @@ def training_flops_per_token(
     """FLOPs of one distillation step, per token of sequences of `seq_len` tokens, as MFU counts them.
 
     Counted: the lower layers forward, once when teacher and student share them, else twice; the teacher's
-    upper layers forward; the student's `fill` and upper layers forward, their activation gradients (as much
-    again; twice for attention), and the weight gradients of what trains (k, v and q; with trainable="upper"
-    also o and the MLP); two output heads forward and one activation gradient; an exit head forward and its
+    upper layers forward; the student's `fill` and upper layers forward (with a tail also their own rows),
+    their activation gradients (as much again; twice for attention), and the weight gradients of what trains
+    (k, v and without a tail q; with trainable="upper" also o and the MLP); two output heads forward and one
+    activation gradient; an exit head forward and its
     weight gradient. Recomputation (remat) is not counted, nor is the mask between packed documents.
     """
     plan = _checked(config, plan)
@@ -128,9 +129,11 @@ def training_flops_per_token(
     attention = _attention(config, seq_len, plan.depth, config.num_layers)
     teacher = dense + top["kv"] + attention + head
     made = _made(config, plan, plan.made_at(plan.depth))
-    forward = dense + made + attention + head
-    backward = dense + made + 2 * attention + head
-    trained = made + (dense if trainable == "upper" else top["q"]) + 2 * head * config.exit_head
+    rows = made + (top["kv"] if plan.tail else 0)
+    forward = dense + rows + attention + head
+    backward = dense + rows + 2 * attention + head
+    queries = 0 if plan.tail else top["q"]
+    trained = made + (dense if trainable == "upper" else queries) + 2 * head * config.exit_head
     return (1 if shared_lower else 2) * low + teacher + forward + backward + trained
 
 
@@ -141,12 +144,13 @@ def recomputed_flops_per_token(
     passes.
 
     The last product of each layer is left out, since no gradient needs it. The layers are the student's upper
-    ones, whose rows are kept, or with trainable="all" every layer and its row.
+    ones, whose rows are kept but for those of a tail, or with trainable="all" every layer and its row.
     """
     plan = _checked(config, plan)
     first = 0 if trainable == "all" else plan.depth
     layers = _layers(config, first, config.num_layers)
-    dense = _dense(layers, _INSIDE[config.gated]) + (layers["kv"] if trainable == "all" else 0)
+    own = trainable == "all" or plan.tail
+    dense = _dense(layers, _INSIDE[config.gated]) + (layers["kv"] if own else 0)
     return dense + _attention(config, seq_len, first, config.num_layers)
 
 

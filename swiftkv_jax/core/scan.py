@@ -20,7 +20,7 @@ from swiftkv_jax.core.ends import Decoder, embed, normalised
 from swiftkv_jax.core.form import Form, filled
 from swiftkv_jax.core.layers import MLPS, Rotary, before, causal_bias, decoder_layer, rotary, see_all
 from swiftkv_jax.core.rows import FORMS, reader_of
-from swiftkv_jax.core.shapes import Array, Float, Hidden, Int, PyTree, Tokens
+from swiftkv_jax.core.shapes import Array, Bool, Float, Hidden, Int, PyTree, Tokens
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 
@@ -141,6 +141,7 @@ def through(
     store: Callable = lambda made: made,
     sources: Int[Array, " B"] | None = None,
     beside: Mapping[int, Stacked] | None = None,
+    ahead: Bool[Array, "B T"] | None = None,
     keep: Container[int] = (),
     tap: bool = False,
 ) -> Passed:
@@ -154,6 +155,7 @@ def through(
       attention: a function with the arguments of `causal_attention`.
       store: applied to a row's arrays before they are read, such as `rows.rounded`.
       beside: rows that are read beside those made: `attention` gets their keys and values as `beside`.
+      ahead: the tokens whose rows `beside` are read in place of those made; then `attention` gets one kind.
       keep: rows to return as their projections leave them; a run's rows are kept together.
       tap: return the hidden states entering every layer.
     """
@@ -165,7 +167,8 @@ def through(
     if model.config.attention_softcap:
         attention = partial(attention, softcap=model.config.attention_softcap)
     options = {"remat": remat, "attention": attention, "store": store, "sources": sources}
-    run_equal = partial(_run, model, params, at, segments, beside=beside, keep=keep, tap=tap, **options)
+    more = {"beside": beside, "ahead": ahead, "keep": keep, "tap": tap}
+    run_equal = partial(_run, model, params, at, segments, **more, **options)
     for run, stack in zip(weights.ranges(params["layers"]), params["layers"], strict=True):
         part = range(max(run.start, layers.start), min(run.stop, layers.stop))
         if not part:
@@ -180,6 +183,14 @@ def through(
             passed = passed._replace(rows=passed.rows | made, raw=passed.raw | kept)
         passed = run_equal(passed, part, stack)
     return passed
+
+
+def made_at(
+    model: Decoder, params: PyTree, layer: int, x: Float[Array, "B T D"], at: Rotary
+) -> dict[int, Stacked]:
+    """The rows made from the hidden states entering `layer`."""
+    h = partial(_input, model, params, layer, x)
+    return _made_together(model, params, model.plan.made_at(layer), h, at, lambda made: made)[0]
 
 
 def walk(
@@ -216,7 +227,21 @@ def _past(model: Decoder, layer: int, params: PyTree, state: Entering) -> Enteri
 
 
 def _run(
-    model, params, at, segments, passed, run, stack, remat, attention, store, sources, beside, keep, tap
+    model,
+    params,
+    at,
+    segments,
+    passed,
+    run,
+    stack,
+    remat,
+    attention,
+    store,
+    sources,
+    beside,
+    ahead,
+    keep,
+    tap,
 ) -> Passed:
     """Run equal layers. Each makes its own row, or reads one that exists."""
     config, plan = model.config, model.plan
@@ -255,6 +280,9 @@ def _run(
             made = picks["row"](p["row"])
         k, v = pair(form, made, attentions[0])
         also = {"beside": pair(form, picks["beside"](p["beside"]), attentions[0])} if "beside" in p else {}
+        if ahead is not None:
+            pairs = zip(also.pop("beside"), (k, v), strict=True)
+            k, v = (jnp.where(ahead[..., None, None], early, late) for early, late in pairs)
         attends = [lambda q: attention(q, k, v, segments, kind.window, **also)]
         if plan.cross:
             theirs = FORMS[plan.cross_forms[run.start]]

@@ -272,7 +272,8 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
     """Whether distillation trains each parameter of a student's tree, or of some of its subtrees.
 
     which: "swiftkv" (the makers of the rows made at the plan's depth, q of the layers from there on, the
-    shared norm, the exit head: the paper's list), "upper" (those layers whole), or "all".
+    shared norm, the exit head: the paper's list; with a tail without q, which also reads rows of the layers'
+    own), "upper" (those layers whole), or "all".
     """
     plan = model.plan
     starts: dict[tuple[str | int, ...], int] = {
@@ -287,7 +288,7 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
             return True
         if keys[0] == "rows":
             return starts[keys[:2]] in plan.made_at(plan.depth)
-        wanted = which == "upper" or bool(_QUERIES & set(keys))
+        wanted = which == "upper" or (bool(_QUERIES & set(keys)) and not plan.tail)
         return keys[0] == "layers" and starts[keys[:2]] >= plan.depth and wanted
 
     return jax.tree_util.tree_map_with_path(trained, tree)

@@ -15,12 +15,12 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.ends import embed, exit_logits, head
-from swiftkv_jax.core.layers import dequantised, is_linear, norm
+from swiftkv_jax.core.layers import Rotary, dequantised, is_linear, norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
-from swiftkv_jax.core.scan import angles_and_segments, forward, through
-from swiftkv_jax.core.shapes import Array, PyTree
-from swiftkv_jax.core.surgery import check_teacher, is_trained, to_swiftkv
+from swiftkv_jax.core.scan import Passed, angles_and_segments, forward, made_at, through
+from swiftkv_jax.core.shapes import Array, Bool, Int, PyTree
+from swiftkv_jax.core.surgery import check_teacher, is_trained, of_tail, to_swiftkv
 from swiftkv_jax.distill import fit_latents, least_squares
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
@@ -248,12 +248,13 @@ def abstract_run(
 
 
 def hidden_states(
-    recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch
+    recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, tail: bool = False
 ) -> tuple[PyTree, PyTree, PyTree]:
     """For the student and for its teacher (None without one), the normalised hidden states and those entering
     the last layer; then the hidden states entering the split, None without a teacher.
 
-    The lower half is frozen and the same for both, so it runs once, and no gradient reaches it.
+    The lower half is frozen and the same for both, so it runs once, and no gradient reaches it. tail: under a
+    plan with one, each segment begins with a prompt, see `prompts_of`.
     """
     model, remat = recipe.student, recipe.remat
     attention = attention_of(recipe)
@@ -268,14 +269,52 @@ def hidden_states(
     angles, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
     x = sharding.constrain(embed(model, params, batch.tokens, batch.positions), "B T .")
     lower, upper = range(model.plan.depth), range(model.plan.depth, model.plan.num_layers)
+    ahead = prompts_of(batch) if tail and model.plan.tail else None
     below = jax.lax.stop_gradient(through(model, params, x, angles, segments, lower, attention=attention))
-    x, rows = below.x, below.rows
-    student = through(model, params, x, angles, segments, upper, rows, remat, attention)
+    x = below.x
+    student = upper_half(model, params, below, angles, segments, ahead, remat, attention)
     teacher, own_params = teacher_of(model, params, frozen)
     own_params = jax.lax.stop_gradient(own_params)
     wanted = through(teacher, own_params, x, angles, segments, upper, attention=attention)
     got = normal(student.x), student.entering
     return got, jax.lax.stop_gradient((normal(wanted.x), wanted.entering)), x
+
+
+def upper_half(
+    model: Transformer,
+    params: PyTree,
+    below: Passed,
+    at: Rotary,
+    segments: Int[Array, "B T"],
+    ahead: Bool[Array, "B T"] | None,
+    remat: bool,
+    attention: Callable = causal_attention,
+) -> Passed:
+    """The layers from the plan's depth on, over what the layers `below` give.
+
+    ahead: under a plan with a tail, the tokens whose rows are made at the split; None: all are.
+    """
+    (run, its), more = (model, params), {}
+    if ahead is not None:
+        run, its = of_tail(model, params)
+        more = {"ahead": ahead, "beside": made_at(model, params, model.plan.depth, below.x, at)}
+    upper = range(model.plan.depth, model.plan.num_layers)
+    return through(run, its, below.x, at, segments, upper, below.rows, remat, attention, **more)
+
+
+def prompts_of(batch: Batch) -> Bool[Array, "B T"]:
+    """The tokens of a prompt, with which each segment begins: the share of it that a hash of its tokens
+    gives, so that prompts of all lengths occur."""
+
+    def one(tokens, positions, segments):
+        total, length = (
+            jax.ops.segment_sum(x, segments, segments.shape[0] + 1)
+            for x in (tokens.astype(jnp.uint32), jnp.ones_like(segments))
+        )
+        share = (total * jnp.uint32(2654435769) >> 16).astype(jnp.float32) / 2**16  # Knuth's multiplier
+        return positions < (share * length)[segments]
+
+    return jax.vmap(one)(batch.tokens, batch.positions, batch.segments)
 
 
 def teacher_of(student: Transformer, params: PyTree, frozen: Frozen) -> tuple[Transformer, PyTree]:
@@ -316,7 +355,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     config = recipe.loss
     params = merge(trained, frozen.student)
     to_logits = whole_head(recipe.student, params)
-    (h, last), teacher, x = hidden_states(recipe, trained, frozen, batch)
+    (h, last), teacher, x = hidden_states(recipe, trained, frozen, batch, tail=True)
     chunk = chunk_of(recipe, batch)
     counted, real = totals
     parts: dict[str, Array] = {}
@@ -371,7 +410,8 @@ def train_step(recipe: Recipe, frozen: Frozen, state: TrainState, batch: Batch) 
 def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:
     """Sums over unmasked tokens: student's and teacher's cross-entropy, KL at temperature 1, top-1 agreement.
 
-    Without a teacher the student is compared with itself. An exit head adds its KL to the teacher, and how
+    Every row from the split on is made there, so that each token is as the first after a prompt. Without a
+    teacher the student is compared with itself. An exit head adds its KL to the teacher, and how
     often its likeliest token is the student's.
     """
     params = merge(trained, frozen.student)

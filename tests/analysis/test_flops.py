@@ -227,6 +227,9 @@ def test_training_a_predictor_counts_the_programs_own_matmuls(split, weight, rem
     "split, share, shared, trainable, remat",
     [
         (3, 1, True, "swiftkv", False),
+        (2, "tail", True, "swiftkv", False),
+        (2, "tail", True, "upper", True),
+        (3, "tail", False, "swiftkv", True),
         (3, 1, False, "upper", True),
         (2, 2, True, "upper", False),
         (2, 2, False, "swiftkv", True),
@@ -236,7 +239,7 @@ def test_training_a_predictor_counts_the_programs_own_matmuls(split, weight, rem
 )
 @pytest.mark.usefixtures("matmuls")
 def test_distillation_counts_the_programs_own_matmuls(split, share, shared, trainable, remat):
-    plan = KVPlan.swiftkv(5, split, share)
+    plan = KVPlan.swiftkv(5, split, tail=1) if share == "tail" else KVPlan.swiftkv(5, split, share)
     model, _, tokens = tiny(plan)
     config = model.config
     trained, frozen = steps.weight_trees(model, trainable)
@@ -252,7 +255,8 @@ def test_distillation_counts_the_programs_own_matmuls(split, share, shared, trai
         teacher, own = steps.teacher_of(model, params, frozen)
         own = jax.lax.stop_gradient(own)
         want = logits(model, params, through(teacher, own, again.x, at, segments, top).x)
-        got = logits(model, params, through(model, params, low.x, at, segments, top, low.rows, remat).x)
+        ahead = jnp.ones(tokens.shape, bool) if plan.tail else None
+        got = logits(model, params, steps.upper_half(model, params, low, at, segments, ahead, remat).x)
         return jnp.sum((got - want) ** 2)
 
     counted = per_token(jax.grad(loss), trained, frozen, tokens)

@@ -1,6 +1,7 @@
 """The training step against separate models, naive losses and itself cut into micro-batches."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -14,9 +15,11 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
-from swiftkv_jax.core import sharding, weights
-from swiftkv_jax.core.ends import logits
-from swiftkv_jax.core.layers import dequantised, is_linear
+from swiftkv_jax.core import sharding, surgery, weights
+from swiftkv_jax.core.cache import Cache, make_batch
+from swiftkv_jax.core.ends import embed, logits
+from swiftkv_jax.core.layers import dequantised, is_linear, norm
+from swiftkv_jax.core.loop import fill, run
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill import step as steps
@@ -106,6 +109,40 @@ def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable,
     (got, grads), (want, expected) = ours(trained), plain(trained)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected)
+
+
+@pytest.mark.slow("config1")
+@pytest.mark.parametrize("config", [CONFIG, MIXED])
+def test_with_a_tail_training_computes_what_is_served(config):
+    """Each segment alone: what `prompts_of` takes for its prompt is read by `fill`, the rest by the teacher.
+    Its own logits, and those of the prompt by rows made at the split."""
+    teacher, params = teacher_of(config=config)
+    plan, batch = KVPlan.swiftkv(5, 2, tail=1), packed_batch()
+    student, trained, frozen = steps.prepare(teacher, params, plan, "copy", "swiftkv")
+    trained = jax.tree.map(lambda x: x + 0.1, trained)
+    merged, recipe = steps.merge(trained, frozen.student), recipe_of(student)
+    (got, _), *_ = steps.hidden_states(recipe, trained, frozen, batch, tail=True)
+    own, own_params = surgery.of_tail(student, merged)
+    parts = {weights.keys(path)[0] for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]}
+    assert parts == {"rows", "shared_norm"}, "the queries are the teacher's"
+    ahead, lengths = np.asarray(steps.prompts_of(batch)), []
+    for row, number in itertools.product(range(4), (1, 2)):
+        tokens = batch.tokens[row][batch.segments[row] == number]
+        prompt = int(ahead[row][batch.segments[row] == number].sum())
+        assert ahead[row][batch.segments[row] == number][:prompt].all()
+        lengths.append(prompt / len(tokens))
+        want = forward(student, merged, tokens[None])[0, :prompt]
+        if prompt < len(tokens):
+            cache, at = Cache.dense(config, own.plan, 1, 32, jnp.float32), jnp.arange(len(tokens))
+            starts = jnp.array([0, prompt]), jnp.array([0, len(tokens) - prompt])
+            cache = fill(student, merged, tokens[:prompt], at[:prompt], starts[0], cache)[-1]
+            x = embed(own, own_params, tokens[prompt:], at[prompt:])
+            batched = make_batch(starts[1], at[prompt:])
+            x = run(own, own_params, x, cache.angles.at(at[prompt:]), batched, cache).x
+            want = jnp.concatenate([want, x])
+        want = norm(config, merged, want)
+        np.testing.assert_allclose(got[row][batch.segments[row] == number], want, atol=2e-4)
+    assert min(lengths) < 0.3 and max(lengths) > 0.7 and np.std(lengths) > 0.2
 
 
 @pytest.mark.slow
