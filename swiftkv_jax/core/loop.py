@@ -50,7 +50,7 @@ def step(
 
     A whole prompt, a chunk of one and a decode token are the same call. Tokens that do not survive run only
     the layers up to `plan.depth` (SwiftKV paper, section 3.2). Under a plan with a tail, `fill` reads a
-    prompt up to its tail, and a step by `surgery.of_tail` what follows.
+    prompt up to its tail, and a step by `weights.of_tail` what follows.
 
     Args:
       tokens: [T] int32 ids of all sequences, one sequence after the other.

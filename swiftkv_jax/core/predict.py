@@ -23,21 +23,26 @@ from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import loop, sharding, surgery, weights
 from swiftkv_jax.core.cache import Cache, make_batch
 from swiftkv_jax.core.ends import embed, logits
-from swiftkv_jax.core.form import Pair, Raw, filled
+from swiftkv_jax.core.form import Raw, filled
 from swiftkv_jax.core.layers import Rotary, kernel_of, linear, linear_weights
 from swiftkv_jax.core.loop import project_rows, run
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.rows import PLAIN
-from swiftkv_jax.core.scan import STREAM, Passed, Stacked, angles_and_segments, of_rows, through
+from swiftkv_jax.core.scan import (
+    STREAM,
+    Passed,
+    Stacked,
+    angles_and_segments,
+    of_rows,
+    through,
+    with_own,
+)
 from swiftkv_jax.core.shapes import Array, Float, Int, Logits, PyTree, Tokens, Weight
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.kernels.causal_attention.segments import first_key
-from swiftkv_jax.kernels.common.mask import capped, weights_of
 
 _RAW, _CUT = ". B T E", ". B T K ."
-_BLOCK = 512  # queries whose scores exist at a time
 
 
 class Predicted(nn.Module):
@@ -132,7 +137,7 @@ def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
 
 def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer, PyTree]:
     """The generating model and its parameters."""
-    return (model.base, params["base"]) if isinstance(model, Predicted) else surgery.of_tail(model, params)
+    return (model.base, params["base"]) if isinstance(model, Predicted) else weights.of_tail(model, params)
 
 
 def tail_of(model: Transformer | Predicted) -> int:
@@ -299,7 +304,7 @@ def forward(
     x = constrain(embed(model.base, params["base"], tokens, positions), STREAM)
     rows = finished(model.base, params["base"], raw, angles, store)
     run = partial(through, model.base, params["base"], x, angles, segments, remat=remat, store=store)
-    return (run(beside=rows, attention=_with_own) if own else run(rows=rows)).x
+    return (run(beside=rows, attention=with_own) if own else run(rows=rows)).x
 
 
 def read(
@@ -382,49 +387,6 @@ def _by_stack(stacks: Sequence[PyTree], raw: Raw, axis: int = -1) -> list[tuple[
         width = kernel_of(stack[PLAIN.projections[0]]).shape[axis]
         out.append((stack, tuple(y[part.start : part.stop, ..., :width] for y in raw)))
     return out
-
-
-def _with_own(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segments: Int[Array, "B T"],
-    window: int,
-    beside: Pair,
-    softcap: float | None = None,
-) -> Float[Array, "B T N H"]:
-    """Causal attention over the keys and values `beside`, except that each query sees its own at its place.
-
-    Computed in blocks of queries, with softmax in float32.
-    """
-    keys, values = beside
-    length, size = q.shape[1], min(q.shape[1], _BLOCK)
-    blocks = -(-length // size)
-    first = first_key(segments, window)
-
-    def cut(x):
-        whole = jnp.pad(x, ((0, 0), (0, blocks * size - length), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(whole.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
-
-    def attended(block):
-        start, q, k, v, first = block
-        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-        queries, places = start + jnp.arange(size), jnp.arange(length)
-        here = places == queries[:, None]
-        seen = (places <= queries[:, None]) & (places >= first[..., None])
-        scores = jnp.einsum("bckgh,bskh->bkgcs", grouped, keys, preferred_element_type=jnp.float32)
-        alone = jnp.einsum("bckgh,bckh->bkgc", grouped, k, preferred_element_type=jnp.float32)
-        scores = capped(jnp.where(here, alone[..., None], scores) * q.shape[-1] ** -0.5, softcap)
-        shares = weights_of(scores, seen[:, None, None])
-        before = jnp.where(here, 0, shares).astype(values.dtype)
-        mixed = jnp.einsum("bkgcs,bsku->bckgu", before, values)
-        mine = jnp.where(here, shares, 0).sum(-1).astype(v.dtype)
-        mixed += jnp.einsum("bkgc,bcku->bckgu", mine, v)
-        return mixed.reshape(*q.shape[:3], -1).astype(q.dtype)
-
-    parts = (size * jnp.arange(blocks), *map(cut, (q, k, v, first)))
-    out = jnp.moveaxis(jax.lax.map(jax.checkpoint(attended), parts), 0, 1)
-    return out.reshape(out.shape[0], blocks * size, *out.shape[3:])[:, :length]
 
 
 # ---- caches: serving ---------------------------------------------------------------------------------

@@ -17,14 +17,17 @@ from swiftkv_jax.config.plan import SELF, Row
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Encoded
 from swiftkv_jax.core.ends import Decoder, embed, normalised
-from swiftkv_jax.core.form import Form, filled
+from swiftkv_jax.core.form import Form, Pair, filled
 from swiftkv_jax.core.layers import MLPS, Rotary, before, causal_bias, decoder_layer, rotary, see_all
 from swiftkv_jax.core.rows import FORMS, reader_of
 from swiftkv_jax.core.shapes import Array, Bool, Float, Hidden, Int, PyTree, Tokens
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
+from swiftkv_jax.kernels.causal_attention.segments import first_key
+from swiftkv_jax.kernels.common.mask import capped, weights_of
 
 STREAM = "B T ."
+_BLOCK = 512  # queries whose scores exist at a time
 _UNROLL = 4  # layers in one iteration of the scan over layers without rows of their own
 
 
@@ -89,7 +92,8 @@ def forward(
     """The hidden states leaving the last layer, at every position of full sequences.
 
     Packed rows give `segments` (a token sees its own segment only) and `positions` that restart in each.
-    `remat`, `attention` and `store` as in `through`, `length` as in `angles_and_segments`.
+    Under a plan with a tail, each token is the last of a prompt, see `upper`. `remat`, `attention` and
+    `store` as in `through`, `length` as in `angles_and_segments`.
     """
     if (encoded is None) != (model.config.encoder is None):
         has = "has no encoder" if encoded is not None else "reads an encoder's output: give it `encoded`"
@@ -97,6 +101,9 @@ def forward(
     at, segments = angles_and_segments(model.config, tokens, positions, segments, length)
     x = constrain(embed(model, params, tokens, positions), STREAM)
     run = partial(through, model, params, x, at, segments, remat=remat, attention=attention, store=store)
+    if model.plan.tail:
+        below = run(range(model.plan.depth))
+        return upper(model, params, below, at, segments, None, remat, attention, store).x
     if encoded is None:
         return run().x
     return run(rows=cross_rows(model, params, encoded.x, store), sources=encoded.lengths).x
@@ -185,12 +192,31 @@ def through(
     return passed
 
 
-def made_at(
-    model: Decoder, params: PyTree, layer: int, x: Float[Array, "B T D"], at: Rotary
-) -> dict[int, Stacked]:
-    """The rows made from the hidden states entering `layer`."""
-    h = partial(_input, model, params, layer, x)
-    return _made_together(model, params, model.plan.made_at(layer), h, at, lambda made: made)[0]
+def upper(
+    model: Decoder,
+    params: PyTree,
+    below: Passed,
+    at: Rotary,
+    segments: Int[Array, "B T"],
+    ahead: Bool[Array, "B T"] | None = None,
+    remat: bool = False,
+    attention: Callable = causal_attention,
+    store: Callable = lambda made: made,
+) -> Passed:
+    """The layers from the plan's depth on, over what the layers `below` give; others as in `through`.
+
+    Under a plan with a tail, the tokens `ahead` have rows made at the split, and others of the layers' own.
+    Without `ahead` each token is the last of a prompt: it reads its own row, and rows of earlier tokens made
+    at the split.
+    """
+    depth, plan = model.plan.depth, model.plan
+    rest = (below.x, at, segments, range(depth, plan.num_layers), below.rows, remat)
+    if not plan.tail:
+        return through(model, params, *rest, attention, store)
+    h = partial(_input, model, params, depth, below.x)
+    made, _ = _made_together(model, params, plan.made_at(depth), h, at, store)
+    attention = with_own if ahead is None else attention
+    return through(*weights.of_tail(model, params), *rest, attention, store, beside=made, ahead=ahead)
 
 
 def walk(
@@ -353,6 +379,49 @@ def _made_together(
         made |= {i: Stacked(arrays, form.reader(stack), i - held.start) for i in held}
         kept |= {i: Stacked(raw, {}, i - held.start) for i in held}
     return made, kept
+
+
+def with_own(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"],
+    window: int,
+    beside: Pair,
+    softcap: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """Causal attention over the keys and values `beside`, except that each query sees its own at its place.
+
+    Computed in blocks of queries, with softmax in float32.
+    """
+    keys, values = beside
+    length, size = q.shape[1], min(q.shape[1], _BLOCK)
+    blocks = -(-length // size)
+    first = first_key(segments, window)
+
+    def cut(x):
+        whole = jnp.pad(x, ((0, 0), (0, blocks * size - length), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(whole.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
+
+    def attended(block):
+        start, q, k, v, first = block
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        queries, places = start + jnp.arange(size), jnp.arange(length)
+        here = places == queries[:, None]
+        seen = (places <= queries[:, None]) & (places >= first[..., None])
+        scores = jnp.einsum("bckgh,bskh->bkgcs", grouped, keys, preferred_element_type=jnp.float32)
+        alone = jnp.einsum("bckgh,bckh->bkgc", grouped, k, preferred_element_type=jnp.float32)
+        scores = capped(jnp.where(here, alone[..., None], scores) * q.shape[-1] ** -0.5, softcap)
+        shares = weights_of(scores, seen[:, None, None])
+        before = jnp.where(here, 0, shares).astype(values.dtype)
+        mixed = jnp.einsum("bkgcs,bsku->bckgu", before, values)
+        mine = jnp.where(here, shares, 0).sum(-1).astype(v.dtype)
+        mixed += jnp.einsum("bkgc,bcku->bckgu", mine, v)
+        return mixed.reshape(*q.shape[:3], -1).astype(q.dtype)
+
+    parts = (size * jnp.arange(blocks), *map(cut, (q, k, v, first)))
+    out = jnp.moveaxis(jax.lax.map(jax.checkpoint(attended), parts), 0, 1)
+    return out.reshape(out.shape[0], blocks * size, *out.shape[3:])[:, :length]
 
 
 def _scan(layer, x, stack, remat: bool, unroll: int = 1):

@@ -102,19 +102,6 @@ def with_tail(
     return Transformer(model.config, plan, model.dtype), params | own
 
 
-def of_tail(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:
-    """The model of a prompt's tail and of generated tokens, on the same arrays: without a tail, `model`."""
-    plan = model.plan
-    if not plan.tail:
-        return model, params
-    held = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
-    below = [stack for numbers, stack in held if not plan.rows[numbers.start].shared_norm]
-    gone = ("tail_rows", "shared_norm", "shared_norm_bias")
-    rest = {name: part for name, part in params.items() if name not in gone}
-    own = Transformer(model.config, plan.of_tail, model.dtype)
-    return own, rest | {"rows": below + params["tail_rows"]}
-
-
 def check_teacher(model: Transformer) -> None:
     """Check that a student can be made from a model."""
     if model.plan.cross:

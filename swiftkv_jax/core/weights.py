@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ ENDS = ("embed", "positions", "norm", "norm_bias", "lm_head")
 # Layers before which stacks are cut, in addition to the necessary cuts; None: before every layer.
 Cuts = Iterable[int] | None
 Keys = tuple[str | int, ...]  # from the root of a tree to one of its parts
+Model = TypeVar("Model", bound=Any)  # a Transformer
 
 
 def partition(
@@ -80,6 +82,18 @@ def tail_ranges(plan: KVPlan, kinds: Sequence[Kind], cuts: Cuts = ()) -> list[ra
     cuts = None if cuts is None else {*cuts, plan.split}
     made = partition(plan.of_tail, kinds, cuts)[1]
     return [held for held in made if plan.rows[held.start].shared_norm]
+
+
+def of_tail(model: Model, params: PyTree) -> tuple[Model, PyTree]:
+    """The model of a prompt's tail and of generated tokens, on the same arrays: without a tail, `model`."""
+    plan = model.plan
+    if not plan.tail:
+        return model, params
+    held = zip(ranges(params["rows"]), params["rows"], strict=True)
+    below = [stack for numbers, stack in held if not plan.rows[numbers.start].shared_norm]
+    gone = ("tail_rows", "shared_norm", "shared_norm_bias")
+    rest = {name: part for name, part in params.items() if name not in gone}
+    return dataclasses.replace(model, plan=plan.of_tail), rest | {"rows": below + params["tail_rows"]}
 
 
 def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:

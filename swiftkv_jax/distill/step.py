@@ -13,14 +13,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core import scan, sharding, weights
 from swiftkv_jax.core.ends import embed, exit_logits, head
-from swiftkv_jax.core.layers import Rotary, dequantised, is_linear, norm
+from swiftkv_jax.core.layers import dequantised, is_linear, norm
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
-from swiftkv_jax.core.scan import Passed, angles_and_segments, forward, made_at, through
-from swiftkv_jax.core.shapes import Array, Bool, Int, PyTree
-from swiftkv_jax.core.surgery import check_teacher, is_trained, of_tail, to_swiftkv
+from swiftkv_jax.core.scan import angles_and_segments, forward, through
+from swiftkv_jax.core.shapes import Array, Bool, PyTree
+from swiftkv_jax.core.surgery import check_teacher, is_trained, to_swiftkv
 from swiftkv_jax.distill import fit_latents, least_squares
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
@@ -254,7 +254,7 @@ def hidden_states(
     the last layer; then the hidden states entering the split, None without a teacher.
 
     The lower half is frozen and the same for both, so it runs once, and no gradient reaches it. tail: under a
-    plan with one, each segment begins with a prompt, see `prompts_of`.
+    plan with one, each segment begins with a prompt, see `prompts_of`; else each token ends one.
     """
     model, remat = recipe.student, recipe.remat
     attention = attention_of(recipe)
@@ -272,34 +272,12 @@ def hidden_states(
     ahead = prompts_of(batch) if tail and model.plan.tail else None
     below = jax.lax.stop_gradient(through(model, params, x, angles, segments, lower, attention=attention))
     x = below.x
-    student = upper_half(model, params, below, angles, segments, ahead, remat, attention)
+    student = scan.upper(model, params, below, angles, segments, ahead, remat, attention)
     teacher, own_params = teacher_of(model, params, frozen)
     own_params = jax.lax.stop_gradient(own_params)
     wanted = through(teacher, own_params, x, angles, segments, upper, attention=attention)
     got = normal(student.x), student.entering
     return got, jax.lax.stop_gradient((normal(wanted.x), wanted.entering)), x
-
-
-def upper_half(
-    model: Transformer,
-    params: PyTree,
-    below: Passed,
-    at: Rotary,
-    segments: Int[Array, "B T"],
-    ahead: Bool[Array, "B T"] | None,
-    remat: bool,
-    attention: Callable = causal_attention,
-) -> Passed:
-    """The layers from the plan's depth on, over what the layers `below` give.
-
-    ahead: under a plan with a tail, the tokens whose rows are made at the split; None: all are.
-    """
-    (run, its), more = (model, params), {}
-    if ahead is not None:
-        run, its = of_tail(model, params)
-        more = {"ahead": ahead, "beside": made_at(model, params, model.plan.depth, below.x, at)}
-    upper = range(model.plan.depth, model.plan.num_layers)
-    return through(run, its, below.x, at, segments, upper, below.rows, remat, attention, **more)
 
 
 def prompts_of(batch: Batch) -> Bool[Array, "B T"]:
@@ -410,8 +388,8 @@ def train_step(recipe: Recipe, frozen: Frozen, state: TrainState, batch: Batch) 
 def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:
     """Sums over unmasked tokens: student's and teacher's cross-entropy, KL at temperature 1, top-1 agreement.
 
-    Every row from the split on is made there, so that each token is as the first after a prompt. Without a
-    teacher the student is compared with itself. An exit head adds its KL to the teacher, and how
+    Under a plan with a tail each token is the last of a prompt. Without a teacher the student is compared
+    with itself. An exit head adds its KL to the teacher, and how
     often its likeliest token is the student's.
     """
     params = merge(trained, frozen.student)

@@ -15,7 +15,7 @@ from swiftkv_jax.analysis import flops
 from swiftkv_jax.config.experts import Experts
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan, Prediction
-from swiftkv_jax.core import predict, weights
+from swiftkv_jax.core import predict, scan, weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import embed, logits
 from swiftkv_jax.core.loop import project_rows
@@ -256,7 +256,7 @@ def test_distillation_counts_the_programs_own_matmuls(split, share, shared, trai
         own = jax.lax.stop_gradient(own)
         want = logits(model, params, through(teacher, own, again.x, at, segments, top).x)
         ahead = jnp.ones(tokens.shape, bool) if plan.tail else None
-        got = logits(model, params, steps.upper_half(model, params, low, at, segments, ahead, remat).x)
+        got = logits(model, params, scan.upper(model, params, low, at, segments, ahead, remat).x)
         return jnp.sum((got - want) ** 2)
 
     counted = per_token(jax.grad(loss), trained, frozen, tokens)

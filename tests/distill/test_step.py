@@ -15,7 +15,7 @@ from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
-from swiftkv_jax.core import sharding, surgery, weights
+from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.cache import Cache, make_batch
 from swiftkv_jax.core.ends import embed, logits
 from swiftkv_jax.core.layers import dequantised, is_linear, norm
@@ -121,8 +121,9 @@ def test_with_a_tail_training_computes_what_is_served(config):
     student, trained, frozen = steps.prepare(teacher, params, plan, "copy", "swiftkv")
     trained = jax.tree.map(lambda x: x + 0.1, trained)
     merged, recipe = steps.merge(trained, frozen.student), recipe_of(student)
+    paper = Transformer(config, KVPlan.swiftkv(5, 2))
     (got, _), *_ = steps.hidden_states(recipe, trained, frozen, batch, tail=True)
-    own, own_params = surgery.of_tail(student, merged)
+    own, own_params = weights.of_tail(student, merged)
     parts = {weights.keys(path)[0] for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]}
     assert parts == {"rows", "shared_norm"}, "the queries are the teacher's"
     ahead, lengths = np.asarray(steps.prompts_of(batch)), []
@@ -131,7 +132,7 @@ def test_with_a_tail_training_computes_what_is_served(config):
         prompt = int(ahead[row][batch.segments[row] == number].sum())
         assert ahead[row][batch.segments[row] == number][:prompt].all()
         lengths.append(prompt / len(tokens))
-        want = forward(student, merged, tokens[None])[0, :prompt]
+        want = forward(paper, merged, tokens[None])[0, :prompt]
         if prompt < len(tokens):
             cache, at = Cache.dense(config, own.plan, 1, 32, jnp.float32), jnp.arange(len(tokens))
             starts = jnp.array([0, prompt]), jnp.array([0, len(tokens) - prompt])

@@ -11,7 +11,7 @@ import pytest
 import tiny_engine as tiny
 
 import swiftkv_jax as skv
-from swiftkv_jax.core import loop, surgery
+from swiftkv_jax.core import loop, weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.model import Transformer
 
@@ -29,7 +29,7 @@ def programs():
 def definition(tail: int, prompt: list[int]) -> list[int]:
     """No engine in it."""
     model, params = tailed(tail)
-    own, own_params = surgery.of_tail(model, params)
+    own, own_params = weights.of_tail(model, params)
     fill, run = programs()
     cache = Cache.dense(own.config, own.plan, 1, tiny.CONTEXT, jnp.float32)
     return tiny.alone(
@@ -60,6 +60,19 @@ def test_tokens_are_those_of_the_definition_over_pages_of_nan(tail):
     without = tiny.tokens(tiny.run(skv.LLM.from_model(*paper, **tiny.SIZES)))
     differ = sum(a != b for a, b in zip(wanted(tail), without, strict=True))
     assert differ >= 4, "else this would hold of any engine"
+
+
+@pytest.mark.slow("int8")
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_scores_are_those_of_the_token_after_a_prompt(dtype):
+    """Of prompts of every length, with a tail of one token, against the engine's own."""
+    llm, prompt = make(tail=1, cache_dtype=dtype), tiny.prompts((12,), seed=6)[0]
+    params = skv.SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True)
+    for length in (1, 5, 11):
+        first = llm.generate([prompt[:length]], params, use_tqdm=False)[0].outputs[0]
+        (token, best), *_ = first.logprobs[0].items()
+        again = llm.score([*prompt[:length], token])[-1][token]
+        assert again.rank == 1 and abs(again.logprob - best.logprob) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama31_rope", "gemma3", "qwen2_moe"])
