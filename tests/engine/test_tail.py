@@ -11,7 +11,8 @@ import pytest
 import tiny_engine as tiny
 
 import swiftkv_jax as skv
-from swiftkv_jax.core import loop, weights
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import loop, surgery, weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.model import Transformer
 
@@ -95,6 +96,24 @@ def test_a_prompt_within_the_tail_is_answered_as_by_the_teacher_in_transformers(
         got = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         apart.append(np.abs(want - np.array(got)).max())
     assert max(apart[:2]) < 1e-4 < 1e-2 < apart[2]
+
+
+def test_a_student_that_was_trained_without_a_tail_gets_its_teacher_back():
+    teacher = tiny.model("standard")
+    student, params = skv.to_swiftkv(*teacher, KVPlan.swiftkv(tiny.LAYERS, 2))
+    chosen = surgery.is_trained(student, params, "upper")
+    trained = jax.tree.map(lambda leaf, yes: leaf * 1.1 if yes else leaf, params, chosen)
+    llm = skv.LLM.from_model(*skv.with_tail(student, trained, *teacher, 50), **tiny.SIZES)
+    assert tiny.tokens(tiny.run(llm)) == tiny.definition("standard")
+    shared = skv.to_swiftkv(*teacher, KVPlan.swiftkv(tiny.LAYERS, 1, 2))
+    other = tiny.make_model(tiny.PLANS["standard"], head_dim=8)
+    for said, made, of, tail in (
+        ("share 2", shared, teacher, 1),
+        ("at least 1", (student, params), teacher, 0),
+        ("shapes", (student, params), other, 1),
+    ):
+        with pytest.raises(skv.UsageError, match=said):
+            skv.with_tail(*made, *of, tail)
 
 
 @pytest.mark.slow
