@@ -30,12 +30,13 @@ from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import block_count
 from swiftkv_jax.core.layers import by_token, linear
 from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Caches
 from swiftkv_jax.core.rows import rounded
 from swiftkv_jax.core.sharding import make_mesh
 from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.distill import compile_only
 from swiftkv_jax.distill.config import load_experiment
-from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
+from swiftkv_jax.engine.loop import Inputs, Lanes, decode, read_ahead, run_any
 from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.runner import MODES, working_bytes
 from swiftkv_jax.engine.sampling import Mode, Policy, TokenCounts, sample
@@ -69,6 +70,7 @@ PLANS = {
     "swiftkv": KVPlan.swiftkv(2, 1),
     "acrosskv": KVPlan.swiftkv(3, 1, 2),  # two upper layers, that one row serves
 }
+TAIL = KVPlan.swiftkv(2, 1, tail=8)
 
 
 # Numbers that a token's products make in a layer: queries, keys, values and their mixture; the MLP's.
@@ -145,6 +147,11 @@ def programs(*what, **more) -> dict:
         "run_any": (run_any, (model,), (params, cache, a_step(LANES, TOKENS, pages))),
         "prompt": (run_any, (model,), (params, cache, a_step(1, TOKENS, pages))),
         "decode": (decode, (model, Mode(), STEPS), (params, cache, table, lanes, policy())),
+        "ahead": (
+            read_ahead,
+            (model,),
+            (params, Caches(cache), *[whole(TOKENS)] * 2, whole(LANES + 1), table),
+        ),
     }
 
 
@@ -152,7 +159,8 @@ def programs(*what, **more) -> dict:
 def compiled(chip: str, plan: str, rows: str, program: str, attention: str | None = None):
     """(memory analysis, text of the optimised program, parameters, cache) on one chip."""
     mesh = mesh_of(CHIPS[chip])
-    function, static, traced = programs(chip, PLANS[plan], rows, attention=attention)[program]
+    made = PLANS.get(plan, TAIL)
+    function, static, traced = programs(chip, made, rows, attention=attention)[program]
     return *text_of(function, static, on(mesh, traced), mesh), *traced[:2]
 
 
@@ -274,6 +282,15 @@ def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, p
     if chip == "h100":
         found = each_step if program == "decode" else once
         assert sum(found.values()) <= most_operations(program, plan), found
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_is_read_ahead_of_a_tail_runs_the_layers_below_the_split_alone(chip):
+    memory, hlo, params, caches = compiled(chip, "tail", "bfloat16", "ahead")
+    assert not copied_weights(hlo, params) and False not in executed(hlo)[2]
+    assert memory.alias_size_in_bytes >= caches.base.nbytes
+    assert memory.temp_size_in_bytes < 2 * DECODE_BYTES
+    assert multiplied(hlo) == LOWER_LAYER + 2 * 8 * 128
 
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=["sampled", "all"])
