@@ -3,9 +3,9 @@ device.
 
     python sharded_worker.py NAME ...
 
-Prints one JSON object with what each name asks for: "swiftkv MESH", "all MESH" or "predictor MESH"
-(training), "generate MESH", "guess MESH", "experts MESH" (the kernel), where MESH is (data, fsdp, tensor).
-"moe-NAME MESH" is the same of a model with experts.
+Prints one JSON object with what each name asks for: "swiftkv MESH", "tail MESH" (with a tail), "all MESH" or
+"predictor MESH" (training), "generate MESH", "guess MESH", "experts MESH" (the kernel), where MESH is (data,
+fsdp, tensor). "moe-NAME MESH" is the same of a model with experts.
 """
 
 import ast
@@ -42,7 +42,7 @@ MOE = dataclasses.replace(
     mlps=("dense", "experts", "experts", "experts"),
     experts=Experts(count=4, per_token=2, width=24, normalise=True, shared=20, shared_gate=True),
 )
-PLAN = KVPlan.swiftkv(4, 2, 2)
+PLAN, TAIL = KVPlan.swiftkv(4, 2, 2), KVPlan.swiftkv(4, 2, tail=1)
 
 
 def teacher(config: ModelConfig = CONFIG):
@@ -80,7 +80,8 @@ def trained(mesh, trainable: str, config: ModelConfig = CONFIG):
         student, tree, frozen = predicted()
         loss = PredictionLossConfig(kl_weight=1.0, chunk_mib=0.01)
     else:
-        student, tree, frozen = steps.prepare(*teacher(config), PLAN, "fold", trainable)
+        plan, trainable = (TAIL, "swiftkv") if trainable == "tail" else (PLAN, trainable)
+        student, tree, frozen = steps.prepare(*teacher(config), plan, "fold", trainable)
         loss = LossConfig(hidden_weight=0.3, chunk_mib=0.01)
     if trainable == "all":
         loss = LossConfig(kl_weight=0.0, lm_weight=1.0)
@@ -164,7 +165,7 @@ def experts_on(mesh) -> dict:
 def alone(what: str, config: ModelConfig):
     """The same on one device; guesses change no token."""
     one = sharding.make_mesh(devices=jax.devices()[:1])
-    if what in ("swiftkv", "all", "predictor"):
+    if what in ("swiftkv", "tail", "all", "predictor"):
         return trained(one, what, config)[0]
     return generated(one, config=config)
 

@@ -21,7 +21,7 @@ TRAINED = [
     "predictor (1, 2, 1, 4)",
     "swiftkv (1, 2, 1, 4)",
 ]  # data, fsdp, tensor, context
-TRAINED += ["swiftkv (8, 1, 1)", "all (1, 8, 1)", "moe-swiftkv (2, 2, 2)"]
+TRAINED += ["tail (1, 2, 1, 4)", "swiftkv (8, 1, 1)", "all (1, 8, 1)", "moe-swiftkv (2, 2, 2)"]
 SERVED = ["generate (2, 2, 2)", "guess (2, 2, 2)", "moe-generate (2, 2, 2)"]
 SPLASH = ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
 CONTEXTS = ["swiftkv (1, 1, 2, 2)", "all (1, 1, 1, 4)"]  # of four devices
