@@ -7,6 +7,7 @@ and rotation; their output gets the base's norm and rotation (section 4.2; apple
     {"base": parameters, "auxiliary": parameters, "predictor": {"rows": [stack, ...]}}
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,15 +30,7 @@ from swiftkv_jax.core.loop import project_rows, run
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.rows import PLAIN
-from swiftkv_jax.core.scan import (
-    STREAM,
-    Passed,
-    Stacked,
-    angles_and_segments,
-    of_rows,
-    through,
-    with_own,
-)
+from swiftkv_jax.core.scan import STREAM, Passed, Stacked, angles_and_segments, of_rows, through, with_own
 from swiftkv_jax.core.shapes import Array, Float, Int, Logits, PyTree, Tokens, Weight
 from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
@@ -130,7 +123,7 @@ def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
     not used otherwise. At least one layer is kept.
     """
     if not isinstance(model, Predicted):
-        return (Transformer(model.config, model.plan.of_tail, model.dtype),)
+        return (dataclasses.replace(model, plan=model.plan.of_tail),)
     last = model.auxiliary.plan.deepest(model.prediction.reads)
     return model.base, surgery.pruned(model.auxiliary, range(max(1, last)))
 

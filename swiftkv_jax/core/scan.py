@@ -174,8 +174,8 @@ def through(
     if model.config.attention_softcap:
         attention = partial(attention, softcap=model.config.attention_softcap)
     options = {"remat": remat, "attention": attention, "store": store, "sources": sources}
-    more = {"beside": beside, "ahead": ahead, "keep": keep, "tap": tap}
-    run_equal = partial(_run, model, params, at, segments, **more, **options)
+    others = {"beside": (beside, ahead), "keep": keep, "tap": tap}
+    run_equal = partial(_run, model, params, at, segments, **others, **options)
     for run, stack in zip(weights.ranges(params["layers"]), params["layers"], strict=True):
         part = range(max(run.start, layers.start), min(run.stop, layers.stop))
         if not part:
@@ -253,24 +253,10 @@ def _past(model: Decoder, layer: int, params: PyTree, state: Entering) -> Enteri
 
 
 def _run(
-    model,
-    params,
-    at,
-    segments,
-    passed,
-    run,
-    stack,
-    remat,
-    attention,
-    store,
-    sources,
-    beside,
-    ahead,
-    keep,
-    tap,
+    model, params, at, segments, passed, run, stack, remat, attention, store, sources, beside, keep, tap
 ) -> Passed:
     """Run equal layers. Each makes its own row, or reads one that exists."""
-    config, plan = model.config, model.plan
+    config, plan, (beside, ahead) = model.config, model.plan, beside
     kind = config.kinds[run.start]
     if not plan.read_by(run.start):
 

@@ -233,9 +233,9 @@ class Experiment(Checked):
       attention: the kernel of attention: "native_cpu" (C++, on CPUs), "cudnn" (on GPUs), "splash" (on TPUs),
         "xla" or "reference"; None: what a check on this machine chooses, on CPUs C++ if there is a compiler.
       trainable: what to train: "swiftkv" (norm_swiftkv, q of the upper layers, k and v of the makers of their
-        rows; with plan.tail without q), "upper" (all weights of the upper layers: the paper's ablation), "all" (plain language-model
-        training), "predictor" (KV prediction: the auxiliary and the predictor of `predict`; it takes
-        loss=PredictionLossConfig(...)).
+        rows; with plan.tail without q), "upper" (all weights of the upper layers: the paper's ablation),
+        "all" (plain language-model training), "predictor" (KV prediction: the auxiliary and the predictor of
+        `predict`; it takes loss=PredictionLossConfig(...)).
       quantization: of frozen weights: None (as `model` stores them), "int8", "fp8" or "dequantize", see
         `from_pretrained`. KV prediction, and trainable="all", read all weights in `dtype`.
       dtype: dtype of the computation: float32, bfloat16 or float16; trained weights are kept in float32.
