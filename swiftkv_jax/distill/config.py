@@ -306,9 +306,9 @@ class Experiment(Checked):
         if self.trainable == "all" and (loss.kl_weight or loss.hidden_weight or loss.exit_weight):
             weights = "loss.kl_weight=0, loss.hidden_weight=0, loss.exit_weight=0, loss.lm_weight=1"
             raise UsageError(f'trainable="all" trains a language model without a teacher: set {weights}')
-        if self.trainable == "all" and (self.plan.split or self.plan.tail):
-            given = f"plan.split {self.plan.split}, plan.tail {self.plan.tail}"
-            raise UsageError(f'{given}: neither is for trainable="all": set both to 0')
+        for name, given in (("split", self.plan.split), ("tail", self.plan.tail)):
+            if self.trainable == "all" and given:
+                raise UsageError(f'plan.{name} {given} is not for trainable="all": set it to 0')
         if self.trainable in ("swiftkv", "upper") and (not self.model or not self.plan.split):
             raise UsageError(f"trainable={self.trainable!r} distils a model: give model and plan.split")
         if self.keep and (self.trainable != "all" or not self.model):

@@ -295,9 +295,9 @@ class Engine:
         for item in work:
             if item.sequence.pending > 1 or not item.sequence.output:
                 self.stats.prompt_tokens += item.count
-                own = item.count - item.ahead if self.runner.tail else item.completes
-                self.stats.prompt_survivors += own
-                self.stats.auxiliary_tokens += item.ahead if self.runner.auxiliary is not None else 0
+                has, tail = self.runner.auxiliary is not None, self.runner.tail
+                self.stats.prompt_survivors += item.completes if has or not tail else item.count - item.ahead
+                self.stats.auxiliary_tokens += item.ahead if has else 0
             self.scheduler.cached(item.sequence, item.count)
         if launch is not None and any(launch.places):
             self._read(launch)

@@ -9,7 +9,7 @@ import pytest
 import tiny_engine as tiny
 from http_server import SIZES, Running, make_llm, model, wait_for
 
-from swiftkv_jax.config.plan import Prediction
+from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core.predict import Predicted, identity
 from swiftkv_jax.engine.llm import LLM
 
@@ -130,6 +130,14 @@ def test_prompt_tokens_that_an_auxiliary_read_ran_no_layer_of_the_model():
         wait_for(server.idle)
         names = ("prompt_tokens_total", "auxiliary_prompt_tokens_total", "prefill_tokens_skipped_total")
         wait_for(lambda: [value(server, name) for name in names] == [20, 17, 17 * 2 + 2 * 1])
+
+
+def test_prompt_tokens_before_a_tail_skip_the_later_layers():
+    """17 of 20 tokens skip two of four layers."""
+    llm = LLM.from_model(*tiny.make_model(KVPlan.swiftkv(4, 2, tail=3)), tiny.Bytes(), **SIZES)
+    with Running(llm, warm_up=False) as server:
+        server.complete("counted once, twice.", max_tokens=2)
+        wait_for(lambda: value(server, "prefill_tokens_skipped_total") == 17 * 2)
 
 
 def test_under_vllms_prefix_an_endpoint_picker_finds_what_its_protocol_lists():
