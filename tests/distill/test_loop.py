@@ -248,7 +248,8 @@ def test_frozen_weights_in_8_bits_are_exported_as_they_are(config, tmp_path, cap
         mine, theirs = (weights.layer(params, layer) for params in (student, teacher))
         jax.tree.map(np.testing.assert_array_equal, mine["mlp"], theirs["mlp"])
         assert mine["mlp"]["up_proj"]["kernel"].dtype == jnp.int8
-        assert ("scale" in mine["attentions"][0]["q_proj"]) == (layer < 2)
+        assert "scale" in mine["attentions"][0]["q_proj"], "under a tail queries do not train"
+    assert "scale" not in weights.row(student, 2)["k_proj"]
     for mine, layer in zip(student["tail_rows"], (2, 3), strict=True):
         theirs = jax.tree.map(lambda leaf: leaf[None], weights.row(teacher, layer))
         jax.tree.map(np.testing.assert_array_equal, mine, theirs)
