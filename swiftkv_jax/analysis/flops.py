@@ -118,8 +118,8 @@ def training_flops_per_token(
     upper layers forward; the student's `fill` and upper layers forward (with a tail also their own rows),
     their activation gradients (as much again; twice for attention), and the weight gradients of what trains
     (k, v and without a tail q; with trainable="upper" also o and the MLP); two output heads forward and one
-    activation gradient; an exit head forward and its
-    weight gradient. Recomputation (remat) is not counted, nor is the mask between packed documents.
+    activation gradient; an exit head forward and its weight gradient. Recomputation (remat) is not counted,
+    nor is the mask between packed documents.
     """
     plan = _checked(config, plan)
     head, top = _head(config), _layers(config, plan.depth, config.num_layers)

@@ -66,7 +66,7 @@ def parser() -> Parser:
     p.flag("--auxiliary DIR", "KV prediction: folder or hub id of a model that reads prompts", method)
     p.flag("--share S", SHARE, type=int, default=1)
     p.flag("--map", "which auxiliary row predicts which row (nearest with --keep, else spread)", choices=MAPS)
-    about = "last prompt tokens that run all of MODEL, as generated ones do then (0; KV prediction: 1)"
+    about = "tokens at a prompt's end that MODEL itself reads, before it generates (0; KV prediction: 1)"
     p.flag("--tail N", about, type=int)
     kinds = ".txt, .md or .jsonl, a folder of them, or hf://org/name; may be repeated"
     about = f"text to fit and evaluate on: {kinds} (default: Python's documentation, of the package)"

@@ -389,8 +389,7 @@ def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch
     """Sums over unmasked tokens: student's and teacher's cross-entropy, KL at temperature 1, top-1 agreement.
 
     Under a plan with a tail each token is the last of a prompt. Without a teacher the student is compared
-    with itself. An exit head adds its KL to the teacher, and how
-    often its likeliest token is the student's.
+    with itself. An exit head adds its KL to the teacher, and how often its likeliest token is the student's.
     """
     params = merge(trained, frozen.student)
     to_logits = whole_head(recipe.student, params)

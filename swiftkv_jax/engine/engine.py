@@ -295,9 +295,10 @@ class Engine:
         for item in work:
             if item.sequence.pending > 1 or not item.sequence.output:
                 self.stats.prompt_tokens += item.count
-                has, tail = self.runner.auxiliary is not None, self.runner.tail
-                self.stats.prompt_survivors += item.completes if has or not tail else item.count - item.ahead
-                self.stats.auxiliary_tokens += item.ahead if has else 0
+                if self.runner.auxiliary is not None:
+                    self.stats.auxiliary_tokens += item.ahead
+                by_plan = self.runner.tail and self.runner.auxiliary is None
+                self.stats.prompt_survivors += item.count - item.ahead if by_plan else item.completes
             self.scheduler.cached(item.sequence, item.count)
         if launch is not None and any(launch.places):
             self._read(launch)
