@@ -128,6 +128,21 @@ def test_dead_originals_buffers_and_tied_heads_are_ignored(tmp_path):
     assert_same(from_pretrained(tmp_path)[1], params)
 
 
+def test_a_file_with_the_originals_takes_a_tail_by_one_field(tmp_path):
+    """As ArcticTraining saves them, all of q, k and v: those of keys and values are the tail's."""
+    _, params = saved(tmp_path, QWEN3, KVPlan.swiftkv(LAYERS, 3))
+    _, theirs = saved(tmp_path / "teacher", QWEN3, KVPlan.standard(LAYERS))
+    originals = load_file(tmp_path / "teacher" / "model.safetensors")
+    rewrite(tmp_path, lambda tensors: tensors.update({n: originals[n] for n in originals.keys() - tensors}))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for tail in (0, 6):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"swiftkv_tail": tail}))
+        read, got = from_pretrained(tmp_path)
+        assert read.plan == KVPlan.swiftkv(LAYERS, 3, tail=tail)
+        own = {"tail_rows": weights.recut(theirs["rows"], [range(3, LAYERS)])} if tail else {}
+        assert_same(got, params | own)
+
+
 @pytest.mark.parametrize(
     "disk, asked", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")]
 )
