@@ -309,6 +309,8 @@ class Experiment(Checked):
         for name, given in (("split", self.plan.split), ("tail", self.plan.tail)):
             if self.trainable == "all" and given:
                 raise UsageError(f'plan.{name} {given} is not for trainable="all": set it to 0')
+        if self.plan.tail and not predicts and loss.exit_weight:
+            raise UsageError(f"plan.tail {self.plan.tail} has no exit head: set it or loss.exit_weight to 0")
         if self.trainable in ("swiftkv", "upper") and (not self.model or not self.plan.split):
             raise UsageError(f"trainable={self.trainable!r} distils a model: give model and plan.split")
         if self.keep and (self.trainable != "all" or not self.model):

@@ -210,6 +210,8 @@ NO_TEACHER = ["--set", "loss.lm_weight=1", "--set", "loss.kl_weight=0"]
         (["--set", "tokenizer=/nowhere/at/all"], "tokenizer"),
         (["--set", "data.sources=('nothing.jsonl',)"], "nothing.jsonl"),
         ([*NO_TEACHER, "--set", "trainable=all"], "plan.split 2 is not for"),
+        (["--set", "plan.tail=1", "--set", "loss.exit_weight=1.0"], "plan.tail 1 has no exit head"),
+        (["--set", "plan.tail=1"], "a tail needs SwiftKV with share 1"),
         (["--compile-only"], "--compile-only and --topology go together"),
     ],
 )
