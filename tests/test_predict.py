@@ -14,7 +14,7 @@ from tiny_models import ODD, PLAIN, REPEATED, SIZED, tiny
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan, Prediction
-from swiftkv_jax.core import predict, surgery, weights
+from swiftkv_jax.core import predict, scan, surgery, weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.loop import step
@@ -130,7 +130,7 @@ def test_long_sequences_are_read_in_blocks(monkeypatch):
     model, params = pair("standard")
     tokens = prompts()
     want = run_forward(model, params, tokens)
-    monkeypatch.setattr(predict, "_BLOCK", 5)
+    monkeypatch.setattr(scan, "_BLOCK", 5)
     got = jax.jit(functools.partial(predict.forward, model))(params, tokens)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
