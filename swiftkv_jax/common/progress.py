@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 Say = Callable[[str], None]
 LIVE = 1.0  # seconds between lines on a terminal, which overwrites them
-_LOGGED, _LATER, _FIRST = 2.0, 10.0, 60.0  # the same in a log; more after the first minute
+_LOGGED, LATER, _FIRST = 2.0, 10.0, 60.0  # the same in a log; more after the first minute
 
 
 def show(line: str, passing: bool = False) -> None:
@@ -25,7 +25,7 @@ def pause(say: Say, seconds: float) -> float:
     them, and in a log more after the first minute."""
     if say is show and sys.stdout.isatty():
         return LIVE
-    return _LOGGED if seconds < _FIRST else _LATER
+    return _LOGGED if seconds < _FIRST else LATER
 
 
 @contextlib.contextmanager

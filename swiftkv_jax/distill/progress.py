@@ -5,10 +5,9 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from swiftkv_jax.common.progress import Say, pause, show, ticking
+from swiftkv_jax.common.progress import LATER, Say, pause, show, ticking
 from swiftkv_jax.distill.trackers import Tracker
 
 
@@ -53,6 +52,7 @@ class Progress:
         slow = now - self.said >= pause(self._tell, now - self.began)
         if not (slow or step % self.log_every == 0 or step == self.steps):
             return
+        self.said = now
         left = (now - self.began) / max(1, step - self.first + 1) * (self.steps - step)
         parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
         parts += [f"grad {row['grad_norm']:.2f}", f"{row['tokens_per_second']:,.0f} tok/s"]
@@ -60,10 +60,11 @@ class Progress:
         self.say("  ".join([*parts, f"eta {int(left) // 60}:{int(left) % 60:02d}"]))
 
     def waiting(self, step: int) -> contextlib.AbstractContextManager:
-        """Context for the wait for a step: its seconds are counted."""
+        """Context for the wait for a step: its seconds are counted once it takes long."""
         words = f"step {step}/{self.steps}"
         return ticking(
-            lambda seconds: self.say(f"{words}: {seconds:.0f} s so far"), partial(pause, self._tell)
+            lambda seconds: self.say(f"{words}: {seconds:.0f} s so far"),
+            lambda seconds: max(LATER - seconds, pause(self._tell, time.monotonic() - self.began)),
         )
 
     def evaluation(self, step: int, result: dict[str, float]) -> None:
@@ -79,7 +80,6 @@ class Progress:
 
     def say(self, line: str, keep: bool = False) -> None:
         """Print a line; on a terminal the next one replaces it unless `keep`."""
-        self.said = time.monotonic()
         if self._tell is not show:
             return self._tell(line)
         show(line, passing=not keep)

@@ -2,10 +2,12 @@
 
 import importlib.util
 import sys
+import time
 from types import ModuleType
 
 import pytest
 
+from swiftkv_jax.distill import progress as progress_module
 from swiftkv_jax.distill import trackers
 from swiftkv_jax.distill.progress import Progress
 from swiftkv_jax.distill.report import metrics_of
@@ -71,3 +73,32 @@ def test_a_resumed_run_begins_a_new_line_after_one_that_a_kill_cut_short(tmp_pat
         progress.close()
         assert "\n\n" not in file.read_text()
         assert metrics_of(tmp_path) == [*kept, {"step": 2, "eval/kl": 0.5}]
+
+
+def test_a_log_tells_a_figure_of_slow_steps_every_ten_seconds(tmp_path, monkeypatch):
+    """Steps of 5 s, each counted while it is waited for."""
+    lines, clock = [], [0.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock[0])
+    progress = Progress(tmp_path, 1000, 1000, 1.0, None, say=lines.append)
+    for step in range(1, 101):
+        clock[0] += 4.0
+        progress.say(f"step {step}/1000: 4 s so far")
+        clock[0] += 1.0
+        progress.record(step, {"loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 8.0}, 5.0)
+    progress.close()
+    figures = [int(line.split("/")[0].split()[1]) for line in lines if "loss 2.0000" in line]
+    assert figures == [*range(1, 12), *range(13, 101, 2)]
+
+
+def test_a_step_is_counted_when_it_takes_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_module, "LATER", 0.3)
+    monkeypatch.setattr(progress_module, "pause", lambda say, seconds: 0.01)
+    lines = []
+    progress = Progress(tmp_path, 10, 1, 1.0, None, say=lines.append)
+    with progress.waiting(1):
+        time.sleep(0.1)
+    assert not lines
+    with progress.waiting(2):
+        time.sleep(0.6)
+    assert len(lines) > 1
+    progress.close()
