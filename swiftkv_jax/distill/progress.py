@@ -37,23 +37,24 @@ class Progress:
                 file.seek(size - 1)
                 file.write(b"" if file.read() == b"\n" else b"\n")
         self.file = path.open("a", encoding="utf-8")
-        self.began, self.first = time.monotonic(), None
-        self.said = self.began
+        self.began = self.said = time.monotonic()
+        self.first: tuple[int, float] | None = None  # a step, and when it ended: it was also compiled
 
     def record(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """One finished step that took `seconds` (host clock, waiting included)."""
-        self.first = step if self.first is None else self.first
         rate = metrics["tokens"] / seconds
         row = {"step": step, **metrics, "step_seconds": seconds, "tokens_per_second": rate}
         if self.peak:
             row["mfu"] = rate * self.flops_per_token / self.peak
         self._write(row)
         now = time.monotonic()
+        first, since = self.first = self.first or (step, now)
         slow = now - self.said >= pause(self._tell, now - self.began)
         if not (slow or step % self.log_every == 0 or step == self.steps):
             return
         self.said = now
-        left = (now - self.began) / max(1, step - self.first + 1) * (self.steps - step)
+        pace = (now - since) / (step - first) if step > first else seconds
+        left = pace * (self.steps - step)
         parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
         parts += [f"grad {row['grad_norm']:.2f}", f"{row['tokens_per_second']:,.0f} tok/s"]
         parts += [f"mfu {row['mfu']:.1%}"] if "mfu" in row else []
