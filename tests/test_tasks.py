@@ -229,8 +229,9 @@ def test_retrieval_is_reported_by_kind_and_length():
         TASKS["retrieval"].scores(item, item["code"] * (number != 1)) for number, item in enumerate(items)
     ]
     teacher = [TASKS["retrieval"].scores(item, item["code"]) for item in items]
-    lines = report("retrieval", ["student", "teacher"], [student, teacher]).splitlines()
-    assert "8 items" in lines[0] and [line.split()[:2] for line in lines[1:]] == [
+    lines = report("retrieval", ["runs/mine/export", "teacher"], [student, teacher]).splitlines()
+    assert lines[0].split()[1:5] == ["8", "items", "mine", "teacher"]
+    assert [line.split()[:2] for line in lines[1:]] == [
         [f"{kind},", length] for kind in ("needle", "key-value") for length in ("150", "400")
     ]
     assert re.findall(r"[-+]?\d\.\d{3}", lines[1]) == ["1.000", "0.000", "1.000", "0.000", "+0.000", "0.000"]

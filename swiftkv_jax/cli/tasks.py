@@ -19,6 +19,7 @@ from swiftkv_jax.cli.answering import LANES, answered, far, likelihoods
 from swiftkv_jax.cli.answers import check_alike, fitting
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained, suggest
+from swiftkv_jax.common.folder import model_name
 from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.distill.answers import Pair, ids_of, mean
 from swiftkv_jax.engine.llm import LLM
@@ -157,7 +158,7 @@ def _answers(llm: LLM, model: str, left: Mapping[Place, Reading], tokens: int) -
     """(Place, answer) of the items that are left, task by task, as they are finished."""
     for name, group in itertools.groupby(left, key=lambda place: place[0]):
         places = list(group)
-        with working(show, f"{name}: {len(places):,} items by {Path(model).name}") as doing:
+        with working(show, f"{name}: {len(places):,} items by {model_name(model)}") as doing:
             if all(len(ids) == given for place in places for ids, given in left[place]):
                 most, stop = _most(name, tokens), list(TASKS[name].stop)
                 params = SamplingParams(max_tokens=most, temperature=0.0, stop=stop)
@@ -203,7 +204,7 @@ def report(name: str, models: Sequence[str], scores: Sequence[Sequence[dict]]) -
     Args:
       scores: of each model, those of each item.
     """
-    titles = [Path(model).name[-24:] for model in models]
+    titles = [model_name(model)[-24:] for model in models]
     lines = [f"{name}, {len(scores[0]):,} items".ljust(26) + "".join(f"{title:>26}" for title in titles)]
     lines[0] += "   difference" * (len(models) > 1)
     for measure in dict.fromkeys(measure for each in scores[0] for measure in each):

@@ -23,6 +23,7 @@ from swiftkv_jax.checkpoint.adapter import fingerprint, local_folder
 from swiftkv_jax.cli.answering import LANES, answered
 from swiftkv_jax.common import checks
 from swiftkv_jax.common.errors import UsageError, explained
+from swiftkv_jax.common.folder import model_name
 from swiftkv_jax.common.progress import Doing, show, working
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill.answers import asked_of
@@ -173,7 +174,7 @@ def write_chats(model: str, prompts: Sequence[Chat], path: Path, sampling: Sampl
                 answers[number] = text, tokens
         left = [number for number in range(len(prompts)) if number not in answers]
         with (
-            working(show, f"{Path(model).name} answers {len(left):,} prompts") as doing,
+            working(show, f"{model_name(model)} answers {len(left):,} prompts") as doing,
             draft.open("a", encoding="utf-8") as file,
         ):
             for number, answer in _answers(model, prompts, left, sampling, doing):

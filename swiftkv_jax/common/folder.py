@@ -13,6 +13,12 @@ CONFIGS = PACKAGE / "configs"  # NAME.py, one experiment each
 MOST_JSON = 2**26  # bytes of one JSON file; the largest published tokenizer.json is a quarter of it
 
 
+def model_name(folder: str) -> str:
+    """A folder's name; for `runs/mine/export`, where training puts a student, that of the run."""
+    path = Path(folder)
+    return (path.parent.name if path.name == "export" else path.name) or "model"
+
+
 def inside(path: Path) -> Path:
     """`path`, if it is a plain file whose content lies in its own folder.
 

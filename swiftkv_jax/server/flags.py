@@ -9,6 +9,7 @@ from typing import Any
 
 from swiftkv_jax.common.checks import above, choice, type_of
 from swiftkv_jax.common.errors import Parser, UsageError, explained
+from swiftkv_jax.common.folder import model_name
 from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 
 DEFAULT = "127.0.0.1:8000"
@@ -132,12 +133,6 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
         show_template=args.show_template,
         **limits,
     )
-
-
-def model_name(folder: str) -> str:
-    """A folder's name; for `runs/mine/export`, where training puts a student, that of the run."""
-    path = Path(folder)
-    return (path.parent.name if path.name == "export" else path.name) or "model"
 
 
 def _file_keys(kind: str, path: str | None) -> list[str]:

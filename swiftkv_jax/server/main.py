@@ -16,7 +16,7 @@ from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.common import processes
 from swiftkv_jax.common.checks import choice
 from swiftkv_jax.common.errors import Parser, UsageError, UsageWarning, exit_code
-from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.common.folder import DEMO, model_name
 from swiftkv_jax.common.progress import LIVE, pause, ticking, working
 from swiftkv_jax.config.quantization import CHOICES
 from swiftkv_jax.core.predict import Predicted
@@ -183,7 +183,7 @@ def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[Http
     sampling = _given(args, _SAMPLING)
     SamplingParams().updated(sampling)
     settings = http.http_settings(args, str(args.model or _DEMO), api_key)
-    if args.compare and http.model_name(args.compare) == settings.model_name:
+    if args.compare and model_name(args.compare) == settings.model_name:
         name = settings.model_name
         raise UsageError(f"--compare: both models are called {name!r}; name the first by --served-model-name")
     return settings, sampling
@@ -194,7 +194,7 @@ def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
     from swiftkv_jax.server.app import Api
 
     folders: dict[str, str | None] = {settings.model_name: None}
-    folders |= {http.model_name(args.compare): args.compare} if args.compare else {}
+    folders |= {model_name(args.compare): args.compare} if args.compare else {}
     say = _say(args)
     with working(say, f"loading   {' and '.join(folders)}", TELL_S):
         llms = _loaded(args, folders, sampling)
