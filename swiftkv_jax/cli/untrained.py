@@ -204,9 +204,8 @@ def chosen_split(kl: Mapping[int, float], layers: int) -> int:
 
     In the paper 50 % SwiftKV costs 1 to 2 % of accuracy after distillation, and beyond that quality drops
     quickly; where the later layers' inputs are less similar (Qwen), 50 % is already too much (SwiftKV paper,
-    section 4.2): SmolLM2-135M's student at half depth, with a KL of 0.46 before it is trained, copies nothing
-    from a prompt after it (docs/results.md). This is a first guess: only distillation shows what a split
-    really costs.
+    section 4.2). SmolLM2-135M's students at half depth, with a KL of 0.46 before training, find no line of a
+    prompt after it (docs/results.md). This is a first guess: only distillation shows what a split costs.
     """
     half = [split for split in kl if 2 * split >= layers]
     if not half:
