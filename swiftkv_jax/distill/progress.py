@@ -38,7 +38,7 @@ class Progress:
                 file.write(b"" if file.read() == b"\n" else b"\n")
         self.file = path.open("a", encoding="utf-8")
         self.began = self.said = time.monotonic()
-        self.first: tuple[int, float] | None = None  # a step, and when it ended: it was also compiled
+        self.first: tuple[int, float] | None = None  # the first step, and when it ended
 
     def record(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """One finished step that took `seconds` (host clock, waiting included)."""
@@ -61,7 +61,7 @@ class Progress:
         self.say("  ".join([*parts, f"eta {int(left) // 60}:{int(left) % 60:02d}"]))
 
     def waiting(self, step: int) -> contextlib.AbstractContextManager:
-        """Context for the wait for a step: its seconds are counted once it takes long."""
+        """Context for the wait for a step: its seconds are told from the tenth on."""
         words = f"step {step}/{self.steps}"
         return ticking(
             lambda seconds: self.say(f"{words}: {seconds:.0f} s so far"),
